@@ -1,0 +1,1 @@
+"""Proposers: everything that guesses the target's next tokens."""

@@ -1,0 +1,1 @@
+"""The asyncio room: settings, HTTP and WebSocket handlers, text, and the client of the engine."""

@@ -1,0 +1,1 @@
+"""The engine room: messages, sequences, scheduling, verification and the step loop."""
