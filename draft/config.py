@@ -23,6 +23,11 @@ class NgramConfig(
     min_n: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
     max_n: Annotated[int, msgspec.Meta(ge=1, le=16)] = 3
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for an empty range of n."""
+        if self.min_n > self.max_n:
+            raise ValueError(f"min_n is {self.min_n}, above max_n, {self.max_n}; it must not be larger")
+
 
 class DraftModelConfig(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="method", tag="draft_model"
