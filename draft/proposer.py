@@ -38,7 +38,9 @@ class Proposer(Protocol):
     needs_features: tuple[int, ...]
     """Layers whose hidden states this proposer wants of every committed token (see `ForwardBatch.feature_layers`); () for none."""
 
-    def start(self, seq_id: int, prompt_token_ids: Sequence[int], *, cache_salt: str = "", prediction: Sequence[int] = ()) -> None:
+    def start(
+        self, seq_id: int, prompt_token_ids: Sequence[int], *, cache_salt: str = "", prediction: Sequence[int] = ()
+    ) -> None:
         """A sequence begins. `prediction` is text the client expects in the answer (OpenAI's predicted output)."""
 
     def propose(self, contexts: Sequence[DraftContext], limits: Sequence[int]) -> list[Draft]:

@@ -28,7 +28,12 @@ class Draft:
 
     @classmethod
     def chain(
-        cls, token_ids: tuple[int, ...], source: str, *, match_length: int = 0, confidences: tuple[float, ...] | None = None
+        cls,
+        token_ids: tuple[int, ...],
+        source: str,
+        *,
+        match_length: int = 0,
+        confidences: tuple[float, ...] | None = None,
     ) -> Draft:
         """A draft without branches."""
         return cls(token_ids, tuple(range(-1, len(token_ids) - 1)), source, confidences, match_length)
