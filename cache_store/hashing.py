@@ -4,8 +4,8 @@
     block 0   = H("block", root, its token ids)
     block i   = H("block", block i-1, its token ids)   so equal hashes mean equal tokens from position 0 on
 
-H is BLAKE2b (RFC 7693) with a 16-byte digest; its personalisation parameter tells the two domains apart. Every field is
-of fixed width or preceded by its length, in little-endian order, so no two inputs encode alike, and the same input gives
+H is BLAKE2b (RFC 7693) with a 16-byte digest; its personalisation parameter tells the two domains apart. A field has a
+fixed width or is preceded by its length, little-endian, so no two inputs encode alike, and the same input gives
 the same hash in every process, on every machine and in every version of Python.
 
 Why 16 bytes: hashes are stored and sent by the hundred thousand, and 128 bits leave an accidental collision among 2^40
