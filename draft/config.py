@@ -15,7 +15,7 @@ MAX_TREE_SIZE = 63
 NumTokens = Annotated[int, msgspec.Meta(ge=1, le=32)] | Literal["auto"]
 """How many tokens deep to draft at most; "auto" leaves it to the draft-length controller."""
 NumNodes = Annotated[int, msgspec.Meta(ge=1, le=63)] | Literal["auto"]
-"""Most nodes of a draft tree; "auto" is a chain where `num_speculative_tokens` is given, else left to the controller."""
+"""Most nodes of a tree; "auto" is a chain where `num_speculative_tokens` is given, else left to the controller."""
 
 
 class NoSpeculation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="method", tag="none"):
@@ -25,7 +25,7 @@ class NoSpeculation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 class NgramConfig(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="method", tag="ngram"
 ):
-    """Prompt lookup: what followed the last occurrence of the newest n tokens, in prompt and output, longest n first."""
+    """Prompt lookup: what followed the last occurrence of the newest n tokens in prompt and output, longest n first."""
 
     num_speculative_tokens: NumTokens = "auto"
     min_n: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1

@@ -29,7 +29,7 @@ class NgramIndex:
         return sum(map(len, self._continuations.values()))
 
     def longest_match(self, token_ids: Sequence[int], min_n: int, max_n: int) -> tuple[int, int]:
-        """Length of the longest n-gram at the end of `token_ids` seen earlier, and the position behind its last occurrence.
+        """Length of the longest n-gram at the end of `token_ids` seen before, and the position behind its latest sight.
 
         (0, 0) if there is none. `token_ids` must extend what the index was asked about before.
         """

@@ -27,6 +27,17 @@ class DraftContext:
     """Tenants with different salts must not learn of one another's text through what gets accepted."""
 
 
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Hidden states of consecutive committed tokens of one sequence, just computed by the target."""
+
+    start: int
+    """Index in the sequence of the first token they belong to. After a preemption tokens are computed again, and after
+    a prefix hit they begin behind it, so it need not be where the last ones ended."""
+    states: torch.Tensor
+    """[n, len(needs_features) * hidden size]"""
+
+
 class Proposer(Protocol):
     """Guesses the target's next tokens for a batch of sequences. Never mutates a sequence.
 
@@ -46,12 +57,12 @@ class Proposer(Protocol):
     def propose(self, contexts: Sequence[DraftContext], limits: Sequence[int]) -> list[Draft]:
         """One draft a context, in order, of at most `limits[i]` (> 0) nodes; empty drafts say why."""
 
-    def commit(self, seq_id: int, token_ids: Sequence[int], features: torch.Tensor | None) -> None:
+    def commit(self, seq_id: int, token_ids: Sequence[int], features: Features | None) -> None:
         """`token_ids` were appended to the sequence.
 
-        `features`, [n, f], if asked for: hidden states of the committed tokens that were computed in this step, in
-        order, the last of which is the token *before* the newest (the newest has not been through the target yet).
-        During prefill it is called with no tokens and the features of the chunk just computed.
+        `features`, if asked for: those of the committed tokens that were computed in this step, in order, the last of
+        which is the token *before* the newest (the newest has not been through the target yet). During prefill it is
+        called with no tokens and the features of the chunk just computed.
         """
 
     def finish(self, seq_id: int) -> None:
