@@ -68,6 +68,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The engine has loaded its model and serves."""
 
     model_fingerprint: str
+    model_folder: str
+    """Where `tokenizer.json`, `tokenizer_config.json` and the chat template lie: the converted folder of a GGUF file."""
     max_model_len: int
     vocab_size: int
     num_blocks: int

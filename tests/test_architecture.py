@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 
 MAY_IMPORT = {
-    "service": {"service", "speculation.messages", "cache_store"},
+    "service": {"service", "speculation.messages", "speculation.framing", "speculation.settings", "cache_store"},
     "speculation": {"speculation", "draft", "target", "cache_store"},
     "draft": {"draft", "target", "cache_store"},
     "target": {"target"},
@@ -87,7 +87,7 @@ def test_no_exception_is_stale() -> None:
 
 def test_the_front_loads_no_engine_library() -> None:
     """Importing any module of the service, directly or through others, loads no torch, numba or transformers."""
-    names = [name for name in [*modules_of("service", "cache_store"), "speculation.messages"] if "__main__" not in name]
+    names = [name for name in [*modules_of("service", "cache_store"), "speculation.messages", "speculation.framing"] if "__main__" not in name]
     code = f"""
 import importlib, json, sys
 found = {{}}

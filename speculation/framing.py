@@ -1,0 +1,74 @@
+"""How messages travel over the Unix socket between the front and an engine: both sides, and tests, use this file.
+
+A frame is a 4-byte little-endian length and so many bytes of MessagePack, one tagged message of `speculation.messages`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+import msgspec
+
+from speculation.messages import Command, Event
+
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+"""No message is longer: a longer announced length means that the two sides have lost step."""
+
+MessageT = TypeVar("MessageT")
+
+_LENGTH = struct.Struct("<I")
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class FramingError(ValueError):
+    """The peer sent something that is no frame of ours; the connection is of no further use."""
+
+
+def encode_frame(message: Command | Event) -> bytes:
+    """One message, ready for the socket. Raises `FramingError` if it is too long to be sent."""
+    payload = _ENCODER.encode(message)
+    if len(payload) > MAX_FRAME_BYTES:
+        raise FramingError(f"a {type(message).__name__} of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}")
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class FrameReader(Generic[MessageT]):
+    """Cuts a stream of bytes into messages of one direction; reads no socket itself.
+
+    `FrameReader[Command](Command)` in an engine, `FrameReader[Event](Event)` in a front.
+    """
+
+    def __init__(self, message_type: object) -> None:
+        self._decoder: msgspec.msgpack.Decoder[MessageT] = msgspec.msgpack.Decoder(message_type)
+        self._buffer = bytearray()
+
+    @property
+    def is_within_frame(self) -> bool:
+        """Whether a frame has begun and not ended: at the end of the stream, that something was cut off."""
+        return bool(self._buffer)
+
+    def feed(self, data: bytes) -> Iterator[MessageT]:
+        """Every message that `data` completes, in order. Raises `FramingError` on bytes that are no message."""
+        self._buffer += data
+        start = 0
+        try:
+            while len(self._buffer) - start >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(self._buffer, start)
+                if length > MAX_FRAME_BYTES:
+                    raise FramingError(f"a frame announces {length} bytes; the limit is {MAX_FRAME_BYTES}")
+                end = start + _LENGTH.size + length
+                if len(self._buffer) < end:
+                    return
+                payload = bytes(self._buffer[start + _LENGTH.size : end])
+                start = end
+                yield self._decode(payload)
+        finally:
+            del self._buffer[:start]
+
+    def _decode(self, payload: bytes) -> MessageT:
+        try:
+            return self._decoder.decode(payload)
+        except msgspec.DecodeError as error:
+            raise FramingError(f"a frame of {len(payload)} bytes is no message: {error}") from error

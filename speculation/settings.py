@@ -1,0 +1,75 @@
+"""What an engine is told at start: plain data, given to `speculation.worker` as JSON, part of the settings tree."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from draft.config import NgramConfig, SpeculationConfig
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine: its model, where it runs, its memory and its limits. A field's `Meta` description is its help."""
+
+    model: Annotated[
+        str,
+        Meta(description='the target: a Hugging Face folder, a .gguf file, or "embedded" for SmolLM2-135M-Instruct'),
+    ] = "embedded"
+    draft_model: Annotated[
+        str | None,
+        Meta(description="folder or .gguf file of a small model with the target's tokenizer; enables draft_model"),
+    ] = None
+    cache_dir: Annotated[
+        str, Meta(description="where converted models are kept, so that the second start is quick")
+    ] = "~/.cache/forerun"
+    device: Annotated[
+        str,
+        Meta(
+            description='"auto" (CUDA where there is a device), "cpu", "cuda" or "cuda:<number>"',
+            pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        ),
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="precision of weights and activations; auto is float32 on a CPU, bfloat16 on CUDA"),
+    ] = "auto"
+    backend: Annotated[
+        Literal["auto", "torch", "native", "flashinfer"],
+        Meta(description="which code runs the model; auto takes the fastest that fits the device"),
+    ] = "auto"
+    quantization: Annotated[
+        Literal["auto", "none", "int8", "q4"],
+        Meta(description="how weights are stored; auto keeps what the backend does best without loss of quality"),
+    ] = "auto"
+    num_blocks: Annotated[
+        Annotated[int, Meta(ge=2)] | None,
+        Meta(description="blocks of the KV pool, the null block included; without it kv_memory decides"),
+    ] = None
+    kv_memory: Annotated[
+        PositiveInt | None,
+        Meta(description="bytes for the KV pool; without it and num_blocks a share of the free memory"),
+    ] = None
+    block_size: Annotated[PositiveInt, Meta(description="tokens a block of the KV pool holds")] = 16
+    max_model_len: Annotated[
+        PositiveInt | None,
+        Meta(description="most tokens of a sequence, prompt and output; without it what the model was made for"),
+    ] = None
+    max_num_seqs: Annotated[PositiveInt, Meta(description="most sequences that run at the same time")] = 32
+    max_num_batched_tokens: Annotated[
+        PositiveInt, Meta(description="token budget of a step, shared by prompts, decoding and drafts")
+    ] = 512
+    max_waiting: Annotated[int, Meta(ge=0, description="most sequences that wait; further ones are refused")] = 256
+    speculation: Annotated[
+        SpeculationConfig,
+        Meta(description='speculation of requests that name none: a method, or JSON like {"method": "ngram"}'),
+    ] = NgramConfig()
+    check_invariants: Annotated[
+        bool, Meta(description="assert the engine's invariants after every step, not only when idle; for tests")
+    ] = False
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least severe line logged")] = (
+        "info"
+    )
