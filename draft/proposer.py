@@ -47,7 +47,7 @@ class Proposer(Protocol):
 
     name: str
     needs_features: tuple[int, ...]
-    """Layers whose hidden states this proposer wants of every committed token (see `ForwardBatch.feature_layers`); () for none."""
+    """Layers whose hidden states it wants of every committed token (see `ForwardBatch.feature_layers`); () for none."""
 
     def start(
         self, seq_id: int, prompt_token_ids: Sequence[int], *, cache_salt: str = "", prediction: Sequence[int] = ()

@@ -62,7 +62,7 @@ class Draft:
         return all(b == a + 1 for a, b in pairwise((-2, *self.parents))) if self.parents else True
 
     def trim(self, num_nodes: int, max_depth: int | None = None) -> Draft:
-        """The draft's first `num_nodes` nodes that are no deeper than `max_depth`: a prefix of a topological order is a tree."""
+        """The first `num_nodes` nodes no deeper than `max_depth`: a prefix of a topological order is a tree."""
         depths = self.depths
         kept = [i for i in range(len(self)) if max_depth is None or depths[i] <= max_depth][: max(num_nodes, 0)]
         if len(kept) == len(self):
