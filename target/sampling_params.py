@@ -5,6 +5,9 @@ from __future__ import annotations
 import msgspec
 
 
+GREEDY_BELOW = 1e-5
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the next token is chosen. Values are validated where they enter (the service's wire schema).
 
@@ -14,7 +17,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     temperature: float = 1.0
-    """0 is greedy: the same rule without noise."""
+    """0 is greedy: the same rule without noise. So is anything under `GREEDY_BELOW`, where a division would overflow."""
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps every token."""
@@ -34,6 +37,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Number of most likely alternatives to report beside each emitted token's own logprob; None reports nothing.
 
     Logprobs are those of the target's own distribution, before bias, penalties, temperature and filters."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken, without noise."""
+        return self.temperature < GREEDY_BELOW
 
     @property
     def has_penalties(self) -> bool:

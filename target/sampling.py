@@ -1,0 +1,208 @@
+"""Sampling by coupling: what the target itself says next at each row, a function of its logits and the seed alone.
+
+The next token of a row is `argmax(logits' + gumbel(seed, position, token id))`, the Gumbel-max form of sampling from
+softmax(logits'), where logits' is what is left after bias, bans, penalties, temperature and filters. At temperature 0
+it is the same rule without noise. Because the noise belongs to the position and not to the draw, a draft can be
+checked by comparing ids, and speculation cannot change an answer (Daliri, Musco, Suresh, arXiv 2408.07978).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from target.noise import gumbel, noise_keys
+from target.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """How often tokens occurred in a sequence so far; kept only where penalties need it."""
+
+    prompt: frozenset[int]
+    output: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """One row whose next token is wanted."""
+
+    params: SamplingParams
+    position: int
+    """Absolute position of the token to be chosen."""
+    num_output_tokens: int
+    """Output tokens before it, those of the draft path included."""
+    banned_token_ids: Sequence[int] = ()
+    """Tokens that may not be chosen here (stop tokens below `min_tokens`)."""
+    counts: TokenCounts | None = None
+    path: Sequence[int] = ()
+    """Draft tokens between the committed tokens and this row, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """The target's choice at each row, on the host."""
+
+    token_ids: list[int]
+    """[R]"""
+    logprobs: list[RowLogprobs | None]
+    """[R] None where the row did not ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Logprobs under the target's own distribution, before bias, penalties, temperature and filters."""
+
+    logprob: float
+    rank: int
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
+@torch.inference_mode()
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledRows:
+    """Choose the next token of each row. `logits` [R, V], of a floating dtype, is left as it is.
+
+    One copy from device to host carries everything back.
+    """
+    if not rows:
+        return SampledRows([], [])
+    tempered = _adjust(logits, rows)
+    chosen = tempered.argmax(dim=-1)
+    sampled = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+    if sampled:
+        index = torch.tensor(sampled, device=logits.device)
+        chosen[index] = _sample_tempered(tempered[index], [rows[i] for i in sampled])
+    asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    if not asked:
+        return SampledRows(chosen.tolist(), [None] * len(rows))
+    index = torch.tensor(asked, device=logits.device)
+    num_top = max(rows[i].params.logprobs or 0 for i in asked)
+    reported = iter(score(logits[index], chosen[index], num_top))
+    logprobs: list[RowLogprobs | None] = [None] * len(rows)
+    for i, row in zip(asked, reported, strict=True):
+        count = rows[i].params.logprobs or 0
+        logprobs[i] = RowLogprobs(row.logprob, row.rank, row.top_token_ids[:count], row.top_logprobs[:count])
+    return SampledRows(chosen.tolist(), logprobs)
+
+
+@torch.inference_mode()
+def score(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> list[RowLogprobs]:
+    """The logprob and rank of `token_ids` [R] under `logits` [R, V], with the `num_top` most likely tokens."""
+    logprobs = logits.float().log_softmax(dim=-1)
+    own = logprobs.gather(1, token_ids[:, None])
+    ranks = (logprobs > own).sum(dim=-1) + 1
+    top_logprobs, top_ids = logprobs.topk(num_top, dim=-1)
+    columns = torch.cat([own.double(), ranks[:, None].double(), top_ids.double(), top_logprobs.double()], dim=1)
+    return [
+        RowLogprobs(row[0], int(row[1]), [int(x) for x in row[2 : 2 + num_top]], row[2 + num_top :])
+        for row in columns.tolist()
+    ]
+
+
+def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Bias, bans and penalties: sparse edits of a few entries a row. Copies the logits only if there are any."""
+    edits = [_edits(row) for row in rows]
+    if not any(len(ids) for ids, *_ in edits):
+        return logits
+    counts = [len(ids) for ids, *_ in edits]
+    row_index = torch.from_numpy(np.repeat(np.arange(len(rows)), counts)).to(logits.device)
+    ids, add, divide = (
+        torch.from_numpy(np.concatenate([edit[part] for edit in edits])).to(logits.device) for part in range(3)
+    )
+    adjusted = logits.clone()
+    values = adjusted[row_index, ids].double()
+    values = torch.where(values > 0, values / divide, values * divide) + add
+    adjusted[row_index, ids] = values.to(adjusted.dtype)
+    return adjusted
+
+
+_Edits = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.float64]]
+_NO_EDITS: _Edits = (np.empty(0, np.int64), np.empty(0), np.empty(0))
+
+
+def _edits(row: SamplingRow) -> _Edits:
+    """Token ids whose logits change, what is added, and by which repetition penalty they are divided before."""
+    params = row.params
+    if not (params.logit_bias or params.has_penalties or row.banned_token_ids):
+        return _NO_EDITS
+    add: dict[int, float] = dict(params.logit_bias)
+    divide: dict[int, float] = {}
+    if params.has_penalties and row.counts is not None:
+        output = dict(row.counts.output)
+        for token_id in row.path:
+            output[token_id] = output.get(token_id, 0) + 1
+        for token_id, count in output.items():
+            penalty = params.presence_penalty + params.frequency_penalty * count
+            add[token_id] = add.get(token_id, 0.0) - penalty
+        divide = dict.fromkeys((*row.counts.prompt, *output), params.repetition_penalty)
+    for token_id in row.banned_token_ids:
+        add[token_id] = -np.inf
+    ids = sorted(add.keys() | divide.keys())
+    return (
+        np.array(ids, np.int64),
+        np.array([add.get(token_id, 0.0) for token_id in ids]),
+        np.array([divide.get(token_id, 1.0) for token_id in ids]),
+    )
+
+
+def _sample_tempered(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """[R] choices with noise. Every reduction runs within a row in an order that other rows cannot change."""
+    device = logits.device
+    params = [row.params for row in rows]
+    keys = torch.from_numpy(
+        noise_keys(
+            np.array([p.seed for p in params], np.uint64), np.array([row.position for row in rows], np.int64)
+        )
+    ).to(device)[:, None]
+    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)[:, None]
+    logprobs = (logits.float() / temperature).log_softmax(dim=-1)
+    if all(p.top_k == 0 and p.top_p >= 1.0 and p.min_p == 0.0 for p in params):
+        token_ids = torch.arange(logits.shape[1], device=device)
+        return (logprobs.double() + gumbel(keys, token_ids)).argmax(dim=-1)
+    candidates, token_ids = _candidates(logprobs, params)
+    scores = candidates.double() + gumbel(keys, token_ids)
+    return token_ids.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0]
+
+
+def _candidates(logprobs: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What survives min-p, then top-k, then top-p, as (logprobs, token ids), both [R, C], most likely first.
+
+    What does not survive has logprob -inf. Sorting a whole vocabulary is avoided: with V tokens, those less likely
+    than (1 - top_p) / V weigh less than 1 - top_p together, so none of them can be among the survivors of top-p.
+    """
+    device, vocab_size = logprobs.device, logprobs.shape[1]
+    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)[:, None]
+    min_p = torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device)[:, None]
+    top_k = torch.tensor([p.top_k or vocab_size for p in params], device=device)[:, None]
+    whole = (top_k == vocab_size) & (min_p == 0.0)
+    floor = logprobs.amax(dim=-1, keepdim=True) + min_p.log()
+    floor = torch.where(whole, ((1 - top_p) / vocab_size).log().float(), floor)
+    width = vocab_size
+    if device.type == "cpu":  # elsewhere the number of survivors would have to be waited for
+        survivors = (logprobs >= floor).sum(dim=-1)
+        width = int(torch.minimum(survivors, top_k[:, 0]).max())
+    token_ids = _most_likely(logprobs, width)
+    ordered = logprobs.gather(1, token_ids)
+    kept = (ordered >= floor) & (torch.arange(width, device=device) < top_k)
+    weights = torch.where(kept, ordered, -torch.inf).double().exp()
+    mass = weights.cumsum(dim=-1)
+    total = torch.where(whole, 1.0, mass[:, -1:])
+    kept &= mass - weights < top_p * total
+    return ordered.masked_fill(~kept, -torch.inf), token_ids
+
+
+def _most_likely(logprobs: torch.Tensor, count: int) -> torch.Tensor:
+    """[R, count] ids by falling logprob, equal ones by rising id: a total order, which no other row can disturb.
+
+    A float32 whose sign bit decides whether the rest is flipped sorts as an integer; the id goes into the bits below.
+    """
+    vocab_size = logprobs.shape[1]
+    bits = logprobs.view(torch.int32)
+    sortable = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
+    keys = sortable + torch.arange(vocab_size, 0, -1, device=logprobs.device)
+    return vocab_size - (keys.topk(count, dim=-1).values & 0xFFFFFFFF)

@@ -1,0 +1,411 @@
+"""The engine on a model of integers: counts of steps, exactness under every disturbance, and no block left behind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from cache_store.hashing import root_hash
+from draft.config import DraftModelConfig, NgramConfig, NoSpeculation
+from draft.ngram import NgramProposer
+from draft.proposer import DraftContext, Proposer
+from draft.tree import Draft
+from speculation.engine import Engine
+from speculation.messages import SamplingParams, SequenceOutput, Submit
+from target.sampling import SamplingRow, TokenCounts, sample
+from tests.speculation.scripted import Scripted, bushy, coin, liar, oracle
+from tests.speculation.token_runner import EOS, VOCAB_SIZE, TokenRunner
+
+SCRIPTED = DraftModelConfig(num_speculative_tokens=4)
+"""The scripted proposers stand in the place of the draft model."""
+
+
+def next_token(token_ids: list[int], num_prompt: int, params: SamplingParams, banned: tuple[int, ...] = ()) -> int:
+    """The plain loop's next token, by the specification."""
+    visible = list(zip(token_ids, range(len(token_ids)), strict=True))
+    output = token_ids[num_prompt:]
+    counts = TokenCounts(frozenset(token_ids[:num_prompt]), {t: output.count(t) for t in output})
+    row = SamplingRow(params, len(token_ids), len(output), banned if len(output) < params.min_tokens else (), counts)
+    return sample(TokenRunner.logits(visible)[None], [row]).token_ids[0]
+
+
+def plain_loop(request: Submit, *, eos: bool = False) -> list[int]:
+    """What the target alone says: one token at a time, no cache, no batch."""
+    token_ids = list(request.prompt_token_ids)
+    params = request.sampling
+    stops = {*params.stop_token_ids, *((EOS,) if eos and not params.ignore_eos else ())}
+    while len(token_ids) - len(request.prompt_token_ids) < params.max_tokens:
+        token_ids.append(next_token(token_ids, len(request.prompt_token_ids), params, tuple(stops)))
+        if token_ids[-1] in stops:
+            break
+    return token_ids[len(request.prompt_token_ids) :]
+
+
+def truth(context: DraftContext, num_tokens: int) -> list[int]:
+    """What the target will say after a context."""
+    token_ids = list(context.token_ids)
+    for _ in range(num_tokens):
+        token_ids.append(next_token(token_ids, context.num_prompt_tokens, context.sampling))
+    return token_ids[len(context.token_ids) :]
+
+
+def engine_with(
+    proposer: Proposer | None = None,
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    max_waiting: int = 100,
+    eos: bool = False,
+) -> Engine:
+    proposers: dict[str, Proposer] = {"ngram": NgramProposer()}
+    if proposer is not None:
+        proposers["draft_model"] = proposer
+    return Engine(
+        TokenRunner(num_blocks, block_size, eos=eos),
+        proposers,
+        model_fingerprint="integers",
+        default_config=NoSpeculation(),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_waiting=max_waiting,
+    )
+
+
+class Run:
+    """Steps an engine, checking its invariants, and collects what comes out."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tokens: dict[str, list[int]] = {}
+        self.finished: dict[str, SequenceOutput] = {}
+
+    def submit(self, request: Submit) -> None:
+        assert self.engine.submit(request) is None
+        self.tokens[request.request_id] = []
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            self.tokens[output.request_id] += output.token_ids
+            if output.finish_reason is not None:
+                self.finished[output.request_id] = output
+        self.engine.check()
+
+    def until_idle(self, most_steps: int = 2000) -> Run:
+        for _ in range(most_steps):
+            if not self.engine.has_work:
+                break
+            self.step()
+        assert not self.engine.has_work, "the engine does not come to an end"
+        assert self.engine.pool.num_in_use == 0
+        return self
+
+
+def request_of(name: str, prompt: list[int], config: object = None, **sampling: object) -> Submit:
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 20, **sampling})  # type: ignore[arg-type]
+    return Submit(request_id=name, prompt_token_ids=prompt, sampling=params, speculation=config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 7])
+@pytest.mark.parametrize("n", [1, 2, 9, 20])
+def test_oracle_needs_the_fewest_steps(k: int, n: int) -> None:
+    """An oracle with k guesses yields n tokens in 1 + ceil((n - 1) / (k + 1)) steps."""
+    engine = engine_with(Scripted("oracle", oracle(truth)))
+    run = Run(engine)
+    request = request_of("a", [1, 2, 3], DraftModelConfig(num_speculative_tokens=k), max_tokens=n)
+    run.submit(request)
+    run.until_idle()
+    assert run.tokens["a"] == plain_loop(request)
+    assert engine.stats().counters["steps"] == 1 + -(-(n - 1) // (k + 1))
+
+
+def test_liar_costs_no_token() -> None:
+    """A liar's guesses are all rejected and n tokens take n steps, as without speculation."""
+    engine = engine_with(Scripted("liar", liar(truth, VOCAB_SIZE)))
+    run = Run(engine)
+    request = request_of("a", [1, 2, 3], SCRIPTED, max_tokens=15)
+    run.submit(request)
+    run.until_idle()
+    assert run.tokens["a"] == plain_loop(request)
+    assert engine.stats().counters["steps"] == 15
+    metrics = run.finished["a"].metrics
+    assert metrics is not None
+    assert metrics.num_accepted_tokens == 0
+    assert metrics.accepted_histogram == [13]
+    assert metrics.skipped_drafts == {"last_token": 1}
+
+
+SAMPLINGS: dict[str, dict[str, object]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.9, "seed": 7},
+    "filtered": {"temperature": 1.3, "seed": 3, "top_p": 0.8, "top_k": 6, "min_p": 0.05},
+    "penalties": {"temperature": 0.8, "seed": 9, "presence_penalty": 0.7, "frequency_penalty": 0.4},
+    "repetition": {"repetition_penalty": 1.7},
+    "bias": {"temperature": 1.0, "seed": 2, "logit_bias": {3: 2.5, 4: -100.0}},
+    "stops": {"temperature": 1.0, "seed": 5, "stop_token_ids": (4,), "min_tokens": 6, "max_tokens": 40},
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("shape", ["oracle", "liar", "coin", "bushy", "ngram"])
+@pytest.mark.parametrize(("block_size", "budget"), [(1, 3), (4, 64), (16, 7)])
+def test_every_proposer_gives_the_plain_loops_tokens(
+    shape: str, sampling: dict[str, object], block_size: int, budget: int
+) -> None:
+    """Six sequences with drafts of every shape say what each would say alone and undrafted, whatever the block and chunk size."""
+    rng = random.Random(5)
+    scripts: dict[str, Callable[[DraftContext, int], Draft]] = {
+        "oracle": oracle(truth),
+        "liar": liar(truth, VOCAB_SIZE),
+        "coin": coin(truth, VOCAB_SIZE, rng),
+        "bushy": bushy(truth, VOCAB_SIZE, rng),
+    }
+    proposer = Scripted(shape, scripts[shape]) if shape in scripts else None
+    config = NgramConfig(num_speculative_tokens=5) if shape == "ngram" else SCRIPTED
+    run = Run(engine_with(proposer, block_size=block_size, num_blocks=400, max_num_batched_tokens=budget))
+    requests = [
+        request_of(str(i), [rng.randrange(VOCAB_SIZE) for _ in range(1 + 3 * i)], config if i % 3 else None, **sampling)
+        for i in range(6)
+    ]
+    for request in requests:
+        run.submit(request)
+        run.step()
+    run.until_idle()
+    for request in requests:
+        assert run.tokens[request.request_id] == plain_loop(request), request
+    if proposer is not None:
+        assert proposer.drafts
+        assert proposer.live == {}
+
+
+@pytest.mark.parametrize("shape", ["bushy", "coin"])
+def test_preemption_changes_no_token(shape: str) -> None:
+    """In a pool too small for all, sequences are preempted and resumed, and still say what they would have said alone."""
+    rng = random.Random(11)
+    script = (bushy if shape == "bushy" else coin)(truth, VOCAB_SIZE, rng)
+    run = Run(engine_with(Scripted(shape, script), num_blocks=14, block_size=4))
+    requests = [
+        request_of(str(i), [rng.randrange(VOCAB_SIZE) for _ in range(6)], SCRIPTED, temperature=1.0, seed=i, max_tokens=28)
+        for i in range(6)
+    ]
+    for request in requests:
+        run.submit(request)
+    run.until_idle()
+    assert run.engine.stats().counters["preemptions"] > 0
+    for request in requests:
+        assert run.tokens[request.request_id] == plain_loop(request)
+
+
+def test_drafts_are_trimmed_before_anybody_is_preempted() -> None:
+    """Guesses that do not fit are dropped with a reason; the sequences themselves go on."""
+    run = Run(engine_with(Scripted("oracle", oracle(truth)), num_blocks=9, block_size=4))
+    requests = [request_of(str(i), [i, 1, 2], SCRIPTED, max_tokens=13) for i in range(2)]
+    for request in requests:
+        run.submit(request)
+    run.until_idle()
+    stats = run.engine.stats()
+    assert stats.counters["preemptions"] == 0
+    assert [run.tokens[r.request_id] for r in requests] == [plain_loop(r) for r in requests]
+
+
+def test_prefix_hit_serves_the_same_tokens_with_fewer_computed() -> None:
+    """The second request with the same long prompt computes the last block alone, and says the same."""
+    run = Run(engine_with())
+    prompt = [i * 7 % VOCAB_SIZE for i in range(22)]
+    for name in ("a", "b"):
+        run.submit(request_of(name, prompt))
+        run.until_idle()
+    assert run.tokens["a"] == run.tokens["b"] == plain_loop(request_of("c", prompt))
+    metrics = run.finished["b"].metrics
+    assert metrics is not None
+    assert metrics.num_cached_tokens == 20
+
+
+def test_salts_do_not_share_blocks() -> None:
+    """A prompt cached under one salt is not found under another."""
+    run = Run(engine_with())
+    prompt = [i * 7 % VOCAB_SIZE for i in range(22)]
+    for name, salt in (("a", "one"), ("b", "two"), ("c", "one")):
+        request = Submit(
+            request_id=name, prompt_token_ids=prompt, sampling=SamplingParams(temperature=0.0), cache_salt=salt
+        )
+        run.submit(request)
+        run.until_idle()
+    cached = [m.num_cached_tokens for name in "abc" if (m := run.finished[name].metrics) is not None]
+    assert cached == [0, 0, 20]
+
+
+def test_draft_tokens_are_never_hashed() -> None:
+    """After rejected guesses no block of the prefix index holds a token the target did not say."""
+    engine = engine_with(Scripted("liar", liar(truth, VOCAB_SIZE)), block_size=2)
+    run = Run(engine)
+    request = request_of("a", [1, 2, 3], SCRIPTED, max_tokens=12)
+    run.submit(request)
+    run.until_idle()
+    said = [*request.prompt_token_ids, *plain_loop(request)]
+    match = engine.pool.match(root_hash("integers", ""), said, len(said))
+    assert match.num_tokens == (len(said) - 1) // 2 * 2
+    assert engine.pool.num_cached == match.num_tokens // 2
+
+
+def test_abort_frees_blocks_at_once() -> None:
+    """An aborted sequence holds no block when abort returns, running or waiting, and the others are undisturbed."""
+    run = Run(engine_with(Scripted("oracle", oracle(truth)), max_num_seqs=2))
+    requests = [request_of(str(i), [i, 1, 2], SCRIPTED, max_tokens=30) for i in range(4)]
+    for request in requests:
+        run.submit(request)
+    run.step()
+    for name in ("0", "3"):
+        output = run.engine.abort(name)
+        assert output is not None
+        assert output.finish_reason == "abort"
+        run.engine.check()
+    assert run.engine.abort("0") is None
+    run.until_idle()
+    assert [run.tokens[str(i)] for i in (1, 2)] == [plain_loop(requests[i]) for i in (1, 2)]
+
+
+def test_more_urgent_requests_displace_less_urgent_ones() -> None:
+    """A lower priority number is admitted first and takes the place of a running less urgent sequence, which resumes."""
+    run = Run(engine_with(max_num_seqs=1))
+    slow = request_of("slow", [1, 2, 3], max_tokens=20)
+    urgent = Submit(
+        request_id="urgent", prompt_token_ids=[4, 5], sampling=SamplingParams(temperature=0.0, max_tokens=3), priority=-1
+    )
+    run.submit(slow)
+    run.step()
+    run.submit(urgent)
+    for _ in range(3):
+        run.step()
+    assert "urgent" in run.finished
+    run.until_idle()
+    assert run.tokens["slow"] == plain_loop(slow)
+
+
+def test_resumed_request_goes_on_where_it_was() -> None:
+    """A request submitted with the tokens it already has yields exactly the rest of the undisturbed answer."""
+    whole = request_of("a", [1, 2, 3], temperature=1.0, seed=4, max_tokens=18, frequency_penalty=0.5)
+    expected = plain_loop(whole)
+    run = Run(engine_with())
+    resumed = Submit(
+        request_id="b", prompt_token_ids=[1, 2, 3], sampling=whole.sampling, output_token_ids=expected[:7]
+    )
+    run.submit(resumed)
+    run.until_idle()
+    assert run.tokens["b"] == expected[7:]
+
+
+def test_eos_ends_a_sequence_in_the_middle_of_a_draft() -> None:
+    """Accepted tokens behind the end-of-sequence token are dropped, and the reason is stop."""
+    run = Run(engine_with(Scripted("oracle", oracle(truth)), eos=True))
+    request = request_of("a", [1, 2, 3], SCRIPTED, temperature=1.5, seed=1, max_tokens=200)
+    expected = plain_loop(request, eos=True)
+    assert expected[-1] == EOS
+    run.submit(request)
+    run.until_idle()
+    assert run.tokens["a"] == expected
+    assert run.finished["a"].finish_reason == "stop"
+    assert run.finished["a"].stop_token_id == EOS
+
+
+def test_logprobs_are_the_targets_own() -> None:
+    """Every emitted token, guessed or not, carries its logprob and rank under the unmodified target distribution."""
+    run = Run(engine_with(Scripted("coin", coin(truth, VOCAB_SIZE, random.Random(3)))))
+    request = request_of("a", [1, 2], SCRIPTED, temperature=0.7, seed=3, logprobs=2, max_tokens=12)
+    assert run.engine.submit(request) is None
+    tokens: list[int] = []
+    while run.engine.has_work:
+        for output in run.engine.step():
+            assert output.logprobs is not None
+            for token, entry in zip(output.token_ids, output.logprobs, strict=True):
+                seen = [1, 2, *tokens]
+                expected = TokenRunner.logits(list(zip(seen, range(len(seen)), strict=True))).log_softmax(-1)
+                assert entry.logprob == pytest.approx(float(expected[token]), abs=1e-6)
+                assert entry.rank == int((expected > expected[token]).sum()) + 1
+                assert entry.top_token_ids == torch.topk(expected, 2).indices.tolist()
+                tokens.append(token)
+    assert tokens == plain_loop(request)
+
+
+@pytest.mark.parametrize("budget", [2, 64])
+def test_prompt_logprobs_cover_the_prompt(budget: int) -> None:
+    """A scored prompt yields one entry for every prompt token but the first, chunked or not, cached or not."""
+    run = Run(engine_with(max_num_batched_tokens=budget))
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+    expected = [
+        float(TokenRunner.logits(list(zip(prompt[:i], range(i), strict=True))).log_softmax(-1)[prompt[i]])
+        for i in range(1, len(prompt))
+    ]
+    for name, max_tokens in (("a", 0), ("b", 3)):
+        request = Submit(
+            request_id=name,
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+            prompt_logprobs=1,
+        )
+        assert run.engine.submit(request) is None
+        outputs = []
+        while run.engine.has_work:
+            outputs += run.engine.step()
+        entries = [entry for output in outputs for entry in output.prompt_logprobs or []]
+        assert [entry.logprob for entry in entries] == pytest.approx(expected, abs=1e-6)
+        assert sum(len(output.token_ids) for output in outputs) == max_tokens
+        assert outputs[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("request_", "param", "says"),
+    [
+        (request_of("x", []), "prompt", "no tokens"),
+        (request_of("x", [1, VOCAB_SIZE]), "prompt", "between 0 and 10"),
+        (request_of("x", [1], max_tokens=100000), "max_tokens", "exceed the context of 252"),
+        (request_of("x", [1], DraftModelConfig()), "speculation.method", "'draft_model' is not served here"),
+    ],
+)
+def test_refusals_name_the_field(request_: Submit, param: str, says: str) -> None:
+    """What an engine cannot serve is refused with the field and what would be right, and nothing is kept."""
+    engine = engine_with()
+    refusal = engine.submit(request_)
+    assert refusal is not None
+    assert (refusal.code, refusal.param) == ("invalid", param)
+    assert says in refusal.message
+    assert not engine.has_work
+
+
+def test_full_queue_refuses() -> None:
+    """More waiting requests than allowed are refused as overload, not as a mistake of the client."""
+    engine = engine_with(max_waiting=1)
+    assert engine.submit(request_of("a", [1])) is None
+    refusal = engine.submit(request_of("b", [1]))
+    assert refusal is not None
+    assert refusal.code == "overloaded"
+
+
+def test_two_hundred_requests_with_random_aborts_leave_no_block() -> None:
+    """200 mixed requests in a pool of 64 blocks, some aborted at random: the rest are exact and every block comes back."""
+    rng = random.Random(17)
+    run = Run(engine_with(Scripted("bushy", bushy(truth, VOCAB_SIZE, rng)), num_blocks=64, block_size=4, max_waiting=300))
+    requests = []
+    for i in range(200):
+        config = rng.choice([None, SCRIPTED, NgramConfig(num_speculative_tokens=3), NoSpeculation()])
+        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 40))]
+        requests.append(request_of(str(i), prompt, config, temperature=rng.choice([0.0, 1.0]), seed=i, max_tokens=rng.randrange(1, 40)))
+    aborted = set()
+    for request in requests:
+        run.submit(request)
+        if rng.random() < 0.7:
+            run.step()
+        if rng.random() < 0.3:
+            name = str(rng.randrange(len(run.tokens)))
+            if run.engine.abort(name) is not None:
+                aborted.add(name)
+    run.until_idle(20000)
+    assert aborted
+    for request in requests:
+        if request.request_id not in aborted:
+            assert run.tokens[request.request_id] == plain_loop(request)
+    assert run.engine.pool.num_free + run.engine.pool.num_cached == 63
