@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from draft.config import NgramConfig
-from draft.proposer import DraftContext
+from draft.proposer import DraftContext, Features
 from draft.tree import Draft
 
 
@@ -102,7 +100,7 @@ class NgramProposer:
             return Draft.none("no_match", self.name)
         return Draft.chain(copy_from(context.token_ids, position, limit), self.name, match_length=match_length)
 
-    def commit(self, seq_id: int, token_ids: Sequence[int], features: torch.Tensor | None) -> None:
+    def commit(self, seq_id: int, token_ids: Sequence[int], features: Features | None) -> None:
         """Tokens were appended. Raises ValueError for an unknown sequence."""
         self._index_of(seq_id)
         self._num_tokens[seq_id] += len(token_ids)

@@ -17,9 +17,10 @@ from speculation.counters import EngineCounters
 from speculation.messages import Rejected, SequenceOutput, Stats, Submit, TokenLogprob
 from speculation.scheduler import ScheduledSequence, Scheduler, StepPlan
 from speculation.sequence import Sequence
-from speculation.step_batch import SequenceRows, StepBatch, StepBatchBuilder, slots_of
+from speculation.step_batch import SequenceRows, StepBatch, StepBatchBuilder
 from speculation.verify import Verdict, walk
 from target.batch import MAX_TREE_SIZE, ForwardOutput
+from target.layout import slots_of
 from target.runner import Runner
 from target.sampling import RowLogprobs, SampledRows, sample, score
 
@@ -270,7 +271,7 @@ class Engine:
         assert sequence.prompt_logprobs is not None
         done = len(sequence.prompt_logprobs)
         following = sequence.token_ids[done + 1 : done + 1 + rows.num_prompt_logits]
-        logits = forward.logits[rows.first_prompt_logit : rows.first_prompt_logit + rows.num_prompt_logits]
+        logits = forward.logits[rows.first_logit : rows.first_logit + rows.num_prompt_logits]
         token_ids = torch.tensor(following, device=logits.device)
         scored = score(logits, token_ids, sequence.request.prompt_logprobs or 0)
         sequence.prompt_logprobs += [_token_logprob(row) for row in scored]

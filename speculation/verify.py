@@ -34,9 +34,9 @@ def walk(draft: Draft, choices: Sequence[int]) -> Verdict:
         children[draft.parents[node], draft.token_ids[node]] = node
     path: list[int] = []
     token_ids = [choices[0]]
-    node = children.get((-1, choices[0]))
-    while node is not None:
-        path.append(node)
-        token_ids.append(choices[1 + node])
-        node = children.get((node, choices[1 + node]))
+    accepted = children.get((-1, choices[0]))
+    while accepted is not None:
+        path.append(accepted)
+        token_ids.append(choices[1 + accepted])
+        accepted = children.get((accepted, choices[1 + accepted]))
     return Verdict(tuple(path), tuple(token_ids))

@@ -14,8 +14,11 @@ from target.config import ModelConfig
 class MovableKV(Protocol):
     """A paged KV cache as the engine sees it."""
 
-    num_blocks: int
-    block_size: int
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def block_size(self) -> int: ...
 
     def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy entries between slots in every layer, as if all at once."""
@@ -28,11 +31,18 @@ class Runner(Protocol):
     size of the batch, or how earlier tokens were chunked. Bitwise.
     """
 
-    config: ModelConfig
-    kv_pool: MovableKV
-    device: torch.device
-    description: str
-    """One line for the start-up log: which path runs, at which precision, and why."""
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def kv_pool(self) -> MovableKV: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def description(self) -> str:
+        """One line for the start-up log: which path runs, at which precision, and why."""
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """Write the new tokens' keys and values into the pool and return the asked logits and features."""

@@ -9,6 +9,7 @@ checked by comparing ids, and speculation cannot change an answer (Daliri, Musco
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,13 +35,28 @@ class SamplingRow:
     params: SamplingParams
     position: int
     """Absolute position of the token to be chosen."""
-    num_output_tokens: int
-    """Output tokens before it, those of the draft path included."""
     banned_token_ids: Sequence[int] = ()
     """Tokens that may not be chosen here (stop tokens below `min_tokens`)."""
     counts: TokenCounts | None = None
+    """Of the committed tokens; needed where `params` has penalties."""
     path: Sequence[int] = ()
     """Draft tokens between the committed tokens and this row, in order."""
+
+    @classmethod
+    def after(
+        cls,
+        path: Sequence[int],
+        *,
+        params: SamplingParams,
+        num_tokens: int,
+        num_prompt_tokens: int,
+        stop_token_ids: AbstractSet[int],
+        counts: TokenCounts | None,
+    ) -> SamplingRow:
+        """The row that follows `num_tokens` committed tokens and the draft tokens of `path`."""
+        num_output = num_tokens - num_prompt_tokens + len(path)
+        banned = sorted(stop_token_ids) if num_output < params.min_tokens else ()
+        return cls(params, num_tokens + len(path), banned, counts, path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,3 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def has_penalties(self) -> bool:
         """Whether logits depend on the tokens seen so far."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    def all_stop_token_ids(self, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
+        """Tokens that end the output: the request's own, and the model's unless they are ignored."""
+        return frozenset(self.stop_token_ids if self.ignore_eos else (*self.stop_token_ids, *eos_token_ids))

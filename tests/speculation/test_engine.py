@@ -28,7 +28,7 @@ def next_token(token_ids: list[int], num_prompt: int, params: SamplingParams, ba
     visible = list(zip(token_ids, range(len(token_ids)), strict=True))
     output = token_ids[num_prompt:]
     counts = TokenCounts(frozenset(token_ids[:num_prompt]), {t: output.count(t) for t in output})
-    row = SamplingRow(params, len(token_ids), len(output), banned if len(output) < params.min_tokens else (), counts)
+    row = SamplingRow(params, len(token_ids), banned if len(output) < params.min_tokens else (), counts)
     return sample(TokenRunner.logits(visible)[None], [row]).token_ids[0]
 
 
