@@ -84,7 +84,9 @@ class DraftModelProposer:
         """Raises ValueError for a sequence that is here already."""
         if seq_id in self._states:
             raise ValueError(f"sequence {seq_id} was started already")
-        self._states[seq_id] = _DraftState(root_hash(self._fingerprint, cache_salt), num_committed=len(prompt_token_ids))
+        self._states[seq_id] = _DraftState(
+            root_hash(self._fingerprint, cache_salt), num_committed=len(prompt_token_ids)
+        )
 
     def propose(self, contexts: Sequence[DraftContext], limits: Sequence[int]) -> list[Draft]:
         """Chains of at most `limits[i]` tokens; empty where the model's context or its pool is too small."""
@@ -141,7 +143,10 @@ class DraftModelProposer:
         self._states[context.seq_id] = self._states.pop(context.seq_id)
         counts = None
         if context.sampling.has_penalties:
-            prompt, output = context.token_ids[: context.num_prompt_tokens], context.token_ids[context.num_prompt_tokens :]
+            prompt, output = (
+                context.token_ids[: context.num_prompt_tokens],
+                context.token_ids[context.num_prompt_tokens :],
+            )
             counts = TokenCounts(frozenset(prompt), Counter(output))
         stops = context.sampling.all_stop_token_ids(self._eos_token_ids)
         return _Chain(context, state, limit, stops, counts)

@@ -60,7 +60,10 @@ class EngineCounters:
             blocks_free=pool.num_free,
             blocks_cached=pool.num_cached,
             blocks_in_use=pool.num_in_use,
-            counters={**{name: float(count) for name, count in self.totals.items()}, "saved_seconds": self.saved_seconds},
+            counters={
+                **{name: float(count) for name, count in self.totals.items()},
+                "saved_seconds": self.saved_seconds,
+            },
             accepted_per_position=list(self._accepted_per_position),
             drafted_per_position=list(self._drafted_per_position),
             skipped_drafts=dict(self._skipped),

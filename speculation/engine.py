@@ -138,6 +138,8 @@ class Engine:
                 raise AssertionError(f"sequence {sequence.seq_id} has computed a token that is not committed")
             if sequence.table is None or self.pool.capacity(sequence.table) < sequence.num_computed_tokens:
                 raise AssertionError(f"sequence {sequence.seq_id} has fewer blocks than computed tokens")
+            if len(sequence.table.block_ids) > self.pool.blocks_for(sequence.num_tokens):
+                raise AssertionError(f"sequence {sequence.seq_id} still holds blocks for guesses")
         if not self.has_work and self.pool.num_in_use:
             raise AssertionError(f"{self.pool.num_in_use} blocks are in use although no sequence is here")
 
@@ -145,7 +147,10 @@ class Engine:
         def reject(code: str, message: str, param: str | None = None) -> Rejected:
             return Rejected(request_id=request.request_id, code=code, message=message, param=param)
 
-        num_prompt, num_tokens = len(request.prompt_token_ids), len(request.prompt_token_ids) + request.sampling.max_tokens
+        num_prompt, num_tokens = (
+            len(request.prompt_token_ids),
+            len(request.prompt_token_ids) + request.sampling.max_tokens,
+        )
         capacity = self.pool.num_usable * self.pool.block_size
         method = method_of(request.speculation) if request.speculation is not None else None
         vocab_size = self._runner.config.vocab_size
@@ -157,10 +162,14 @@ class Engine:
             return reject("invalid", f"token ids must be between 0 and {vocab_size - 1}", "prompt")
         if num_tokens > min(self.max_model_len, capacity):
             most = min(self.max_model_len, capacity)
-            message = f"{num_prompt} prompt tokens and max_tokens {request.sampling.max_tokens} exceed the context of {most}"
+            message = (
+                f"{num_prompt} prompt tokens and max_tokens {request.sampling.max_tokens} exceed the context of {most}"
+            )
             return reject("invalid", message, "max_tokens")
         if method is not None and method not in self.methods:
-            return reject("invalid", f"method {method!r} is not served here; one of {self.methods}", "speculation.method")
+            return reject(
+                "invalid", f"method {method!r} is not served here; one of {self.methods}", "speculation.method"
+            )
         if len(self._scheduler.waiting) >= self.max_waiting:
             return reject("overloaded", f"{len(self._scheduler.waiting)} requests are waiting already; try again later")
         return None
@@ -296,7 +305,12 @@ class Engine:
         self._counters.note_draft(scheduled.draft, path)
 
     def _tell_proposer(
-        self, rows: SequenceRows, path: tuple[int, ...], token_ids: list[int], computed_from: int, forward: ForwardOutput
+        self,
+        rows: SequenceRows,
+        path: tuple[int, ...],
+        token_ids: list[int],
+        computed_from: int,
+        forward: ForwardOutput,
     ) -> None:
         proposer = self._proposer_of(rows.scheduled.sequence)
         if proposer is None:

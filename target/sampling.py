@@ -171,9 +171,7 @@ def _sample_tempered(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch
     device = logits.device
     params = [row.params for row in rows]
     keys = torch.from_numpy(
-        noise_keys(
-            np.array([p.seed for p in params], np.uint64), np.array([row.position for row in rows], np.int64)
-        )
+        noise_keys(np.array([p.seed for p in params], np.uint64), np.array([row.position for row in rows], np.int64))
     ).to(device)[:, None]
     temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)[:, None]
     logprobs = (logits.float() / temperature).log_softmax(dim=-1)

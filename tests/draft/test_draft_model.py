@@ -16,7 +16,9 @@ from tests.speculation.token_runner import VOCAB_SIZE, TokenRunner
 K4 = DraftModelConfig(num_speculative_tokens=4)
 
 
-def proposer_with(num_blocks: int = 200, *, max_model_len: int = 512, max_catch_up_tokens: int = 512) -> DraftModelProposer:
+def proposer_with(
+    num_blocks: int = 200, *, max_model_len: int = 512, max_catch_up_tokens: int = 512
+) -> DraftModelProposer:
     return DraftModelProposer(
         TokenRunner(num_blocks, max_model_len=max_model_len),
         model_fingerprint="draft",

@@ -189,7 +189,9 @@ def test_preemption_changes_no_token(shape: str) -> None:
     script = (bushy if shape == "bushy" else coin)(truth, VOCAB_SIZE, rng)
     run = Run(engine_with(Scripted(shape, script), num_blocks=14, block_size=4))
     requests = [
-        request_of(str(i), [rng.randrange(VOCAB_SIZE) for _ in range(6)], SCRIPTED, temperature=1.0, seed=i, max_tokens=28)
+        request_of(
+            str(i), [rng.randrange(VOCAB_SIZE) for _ in range(6)], SCRIPTED, temperature=1.0, seed=i, max_tokens=28
+        )
         for i in range(6)
     ]
     for request in requests:
@@ -223,6 +225,19 @@ def test_prefix_hit_serves_the_same_tokens_with_fewer_computed() -> None:
     metrics = run.finished["b"].metrics
     assert metrics is not None
     assert metrics.num_cached_tokens == 20
+
+
+def test_prefix_hits_leave_a_token_to_compute() -> None:
+    """A prompt that is cached whole still computes its last block, whose logits are needed."""
+    run = Run(engine_with())
+    prompt = [i * 7 % VOCAB_SIZE for i in range(20)]
+    for name in ("a", "b"):
+        run.submit(request_of(name, prompt))
+        run.until_idle()
+    assert run.tokens["a"] == run.tokens["b"] == plain_loop(request_of("c", prompt))
+    metrics = run.finished["b"].metrics
+    assert metrics is not None
+    assert metrics.num_cached_tokens == 16
 
 
 def test_salts_do_not_share_blocks() -> None:
@@ -274,7 +289,10 @@ def test_more_urgent_requests_displace_less_urgent_ones() -> None:
     run = Run(engine_with(max_num_seqs=1))
     slow = request_of("slow", [1, 2, 3], max_tokens=20)
     urgent = Submit(
-        request_id="urgent", prompt_token_ids=[4, 5], sampling=SamplingParams(temperature=0.0, max_tokens=3), priority=-1
+        request_id="urgent",
+        prompt_token_ids=[4, 5],
+        sampling=SamplingParams(temperature=0.0, max_tokens=3),
+        priority=-1,
     )
     run.submit(slow)
     run.step()
@@ -291,9 +309,7 @@ def test_resumed_request_goes_on_where_it_was() -> None:
     whole = request_of("a", [1, 2, 3], temperature=1.0, seed=4, max_tokens=18, frequency_penalty=0.5)
     expected = plain_loop(whole)
     run = Run(engine_with())
-    resumed = Submit(
-        request_id="b", prompt_token_ids=[1, 2, 3], sampling=whole.sampling, output_token_ids=expected[:7]
-    )
+    resumed = Submit(request_id="b", prompt_token_ids=[1, 2, 3], sampling=whole.sampling, output_token_ids=expected[:7])
     run.submit(resumed)
     run.until_idle()
     assert run.tokens["b"] == expected[7:]
@@ -388,12 +404,18 @@ def test_full_queue_refuses() -> None:
 def test_two_hundred_requests_with_random_aborts_leave_no_block() -> None:
     """200 mixed requests in a pool of 64 blocks, some aborted at random: the rest are exact and every block comes back."""
     rng = random.Random(17)
-    run = Run(engine_with(Scripted("bushy", bushy(truth, VOCAB_SIZE, rng)), num_blocks=64, block_size=4, max_waiting=300))
+    run = Run(
+        engine_with(Scripted("bushy", bushy(truth, VOCAB_SIZE, rng)), num_blocks=64, block_size=4, max_waiting=300)
+    )
     requests = []
     for i in range(200):
         config = rng.choice([None, SCRIPTED, NgramConfig(num_speculative_tokens=3), NoSpeculation()])
         prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 40))]
-        requests.append(request_of(str(i), prompt, config, temperature=rng.choice([0.0, 1.0]), seed=i, max_tokens=rng.randrange(1, 40)))
+        requests.append(
+            request_of(
+                str(i), prompt, config, temperature=rng.choice([0.0, 1.0]), seed=i, max_tokens=rng.randrange(1, 40)
+            )
+        )
     aborted = set()
     for request in requests:
         run.submit(request)

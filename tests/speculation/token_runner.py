@@ -36,7 +36,9 @@ class TokenRunner:
     description = "integers"
     device = torch.device("cpu")
 
-    def __init__(self, num_blocks: int = 64, block_size: int = 4, *, eos: bool = False, max_model_len: int = 512) -> None:
+    def __init__(
+        self, num_blocks: int = 64, block_size: int = 4, *, eos: bool = False, max_model_len: int = 512
+    ) -> None:
         self.kv_pool = TokenKV(num_blocks, block_size)
         self.num_forwards = 0
         self.config = ModelConfig(
