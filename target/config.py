@@ -33,5 +33,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
+    """A token sees this many of the newest tokens, itself among them; None sees all."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

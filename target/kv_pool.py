@@ -10,8 +10,10 @@ import torch
 class KVPool:
     """Keys and values of `num_blocks` blocks of `block_size` tokens for every layer.
 
-    `keys` and `values` have shape [num_layers, num_blocks * block_size, num_kv_heads, head_size]. Block 0 is the null
-    block: padding rows are written there and nothing reads it.
+    `entries` has shape [num_layers, 2 * num_kv_heads, num_slots + 1, head_size]: the key heads, then the value heads.
+    Slot = block id * block_size + offset. Block 0 is the null block: padding is written there and nothing reads it.
+    The one slot behind the last block is `zero_slot`: never written, and read wherever a gather has nothing to read,
+    so that what lies in blocks a sequence does not own cannot reach it, not even as NaN * 0.
     """
 
     def __init__(
@@ -25,11 +27,11 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_layers, num_blocks * block_size, num_kv_heads, head_size)
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.zero_slot = num_blocks * block_size
+        shape = (num_layers, 2 * num_kv_heads, self.zero_slot + 1, head_size)
+        self.entries = torch.zeros(shape, dtype=dtype, device=device)
 
     def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy the entries at slots `sources` to slots `destinations`, in every layer, as if all at once.
@@ -38,8 +40,7 @@ class KVPool:
         """
         if not sources:
             return
-        device = self.keys.device
+        device = self.entries.device
         source = torch.tensor(sources, device=device)
         destination = torch.tensor(destinations, device=device)
-        for pool in (self.keys, self.values):
-            pool[:, destination] = pool[:, source]
+        self.entries[:, :, destination] = self.entries[:, :, source]

@@ -1,0 +1,160 @@
+"""Reading `config.json` and `generation_config.json` of a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from target.config import ModelConfig, RopeScaling
+from target.errors import CheckpointError
+
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""Architectures this decoder computes, and the `model_type` each has."""
+
+
+def read_config(model_dir: Path) -> ModelConfig:
+    """The architecture of the model in `model_dir`.
+
+    Understands transformers 5 (`rope_parameters`) and 4 (`rope_theta`, `rope_scaling`).
+    Raises `CheckpointError` naming the file, the field, its value and what would fit.
+    """
+    path = model_dir / "config.json"
+    return _ConfigReader(path, read_json(path)).config(_generation_eos(model_dir))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises `CheckpointError` where there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist; a model folder holds config.json and *.safetensors") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}; it must hold a JSON object")
+    return content
+
+
+def _generation_eos(model_dir: Path) -> tuple[int, ...]:
+    """Stop tokens of `generation_config.json`: instruction-tuned models name their end of turn there only."""
+    path = model_dir / "generation_config.json"
+    return _ids(read_json(path).get("eos_token_id")) if path.exists() else ()
+
+
+def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """`eos_token_id` is absent, one number or a list of them."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+class _ConfigReader:
+    """One `config.json`, field by field, with errors that name the field."""
+
+    def __init__(self, path: Path, fields: dict[str, Any]) -> None:
+        self._path = path
+        self._fields = fields
+
+    def config(self, generation_eos: tuple[int, ...]) -> ModelConfig:
+        family = self._family()
+        hidden, heads = self._positive("hidden_size"), self._positive("num_attention_heads")
+        kv_heads = self._fields.get("num_key_value_heads") or heads
+        if heads % kv_heads:
+            raise self._error("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+        if self._fields.get("head_dim") is None and hidden % heads:
+            raise self._error("hidden_size", f"a multiple of num_attention_heads ({heads})")
+        rope = self._rope()
+        eos = dict.fromkeys(generation_eos + _ids(self._fields.get("eos_token_id")))
+        return ModelConfig(
+            vocab_size=self._positive("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=self._positive("intermediate_size"),
+            num_layers=self._positive("num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_size=self._fields.get("head_dim") or hidden // heads,
+            max_model_len=self._positive("max_position_embeddings"),
+            rms_norm_eps=float(self._fields.get("rms_norm_eps", 1e-6)),
+            rope_theta=float(rope.get("rope_theta", 10000.0)),
+            rope_scaling=self._rope_scaling(rope),
+            tie_word_embeddings=bool(self._fields.get("tie_word_embeddings", False)),
+            qkv_bias=family == "qwen2",
+            qk_norm=family == "qwen3",
+            sliding_window=self._sliding_window(family),
+            bos_token_id=self._fields.get("bos_token_id"),
+            eos_token_ids=tuple(eos),
+        )
+
+    def _error(self, name: str, wanted: str) -> CheckpointError:
+        return CheckpointError(f"{self._path}: {name} is {self._fields.get(name)!r}; it must be {wanted}")
+
+    def _positive(self, name: str) -> int:
+        value = self._fields.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise self._error(name, "a positive whole number")
+        return value
+
+    def _family(self) -> str:
+        """Which of `FAMILIES` this is; refuses what the decoder would compute wrongly."""
+        names = self._fields.get("architectures") or []
+        family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
+        if family is None and not names and self._fields.get("model_type") in FAMILIES.values():
+            family = str(self._fields["model_type"])
+        if family is None:
+            raise self._error("architectures", f"one of {', '.join(FAMILIES)}")
+        if self._fields.get("hidden_act", "silu") != "silu":
+            raise self._error("hidden_act", "'silu'")
+        if self._fields.get("mlp_bias"):
+            raise self._error("mlp_bias", "false")
+        if family != "qwen2" and self._fields.get("attention_bias"):
+            raise self._error("attention_bias", "false (a bias behind the attention's output is not supported)")
+        return family
+
+    def _rope(self) -> dict[str, Any]:
+        """Rotary parameters in the shape of transformers 5, whichever version wrote the file."""
+        rope = self._fields.get("rope_parameters")
+        if rope is None:
+            rope = {"rope_theta": self._fields.get("rope_theta", 10000.0)} | (self._fields.get("rope_scaling") or {})
+        if not isinstance(rope, dict):
+            raise self._error("rope_parameters", "an object")
+        if self._fields.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
+            raise self._error("partial_rotary_factor", "1.0")
+        return rope
+
+    def _rope_scaling(self, rope: dict[str, Any]) -> RopeScaling | None:
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind == "default":
+            return None
+        if kind != "llama3":
+            raise CheckpointError(f"{self._path}: rope_type is {kind!r}; supported are 'default' and 'llama3'")
+        missing = [name for name in RopeScaling.__struct_fields__ if not isinstance(rope.get(name), (int, float))]
+        if missing:
+            raise CheckpointError(f"{self._path}: the llama3 rotary scaling lacks a number for {', '.join(missing)}")
+        return RopeScaling(
+            factor=float(rope["factor"]),
+            low_freq_factor=float(rope["low_freq_factor"]),
+            high_freq_factor=float(rope["high_freq_factor"]),
+            original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+        )
+
+    def _sliding_window(self, family: str) -> int | None:
+        """The window, where every layer has it."""
+        window: int | None = self._fields.get("sliding_window")
+        if window is None or (family.startswith("qwen") and not self._fields.get("use_sliding_window", False)):
+            return None
+        if family == "llama":
+            return None
+        kinds = set(self._fields.get("layer_types") or ["sliding_attention"])
+        if family.startswith("qwen") and self._fields.get("max_window_layers", 0) > 0 and "layer_types" not in self._fields:
+            raise self._error("max_window_layers", "0: windows on some layers only are not supported")
+        if kinds == {"full_attention"}:
+            return None
+        if kinds != {"sliding_attention"}:
+            raise self._error("layer_types", "the same for every layer")
+        return self._positive("sliding_window")

@@ -1,0 +1,75 @@
+"""From a model's folder to a runner: which device, which precision, which path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from target.hf_config import read_config
+from target.runner import Runner
+
+if TYPE_CHECKING:
+    import torch
+
+Backend = Literal["auto", "torch", "native"]
+
+
+def load_runner(
+    model_dir: Path,
+    *,
+    num_blocks: int,
+    block_size: int = 16,
+    device: str = "auto",
+    dtype: str = "auto",
+    backend: Backend = "auto",
+    max_model_len: int | None = None,
+) -> Runner:
+    """Load the model in `model_dir` (a Hugging Face folder) with a KV pool of `num_blocks` blocks.
+
+    `device` auto is CUDA where there is one, else the CPU; `dtype` auto is bfloat16 on CUDA, else float32.
+    `max_model_len`: positions to serve, at most the model's own (the default).
+    Raises `CheckpointError` for what is on disk, `ValueError` for the arguments.
+    """
+    import torch
+
+    from target.checkpoint import load_weights
+    from target.torch_runner import TorchRunner
+
+    if backend == "native":
+        raise ValueError("backend is 'native'; only 'torch' is built in here")
+    config = read_config(model_dir)
+    length = config.max_model_len if max_model_len is None else max_model_len
+    if not 1 <= length <= config.max_model_len:
+        raise ValueError(f"max_model_len is {length}; the model has positions for 1 to {config.max_model_len}")
+    place = _device(device)
+    weights = load_weights(model_dir, config, _dtype(dtype, place))
+    with torch.inference_mode():
+        return TorchRunner(
+            config, weights, num_blocks=num_blocks, block_size=block_size, max_model_len=length, device=place
+        )
+
+
+def _device(name: str) -> torch.device:
+    """The device of this name. Raises `ValueError` where torch does not have it."""
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device is {name!r}; it must be 'auto', 'cpu' or 'cuda'") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {name!r}, but torch sees no CUDA device; 'auto' or 'cpu' would work")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    import torch
+
+    kinds = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+    kinds["auto"] = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in kinds:
+        raise ValueError(f"dtype is {name!r}; it must be one of {', '.join(sorted(kinds))}")
+    dtype: torch.dtype = kinds[name]
+    return dtype
