@@ -1,0 +1,196 @@
+"""Everything an operator can set, in one frozen tree: defaults, then a TOML file, then environment, then flags."""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from service.errors import did_you_mean
+from service.validation import explain
+from speculation.messages import SpeculationConfig
+from speculation.settings import EngineSettings, PositiveInt
+
+PREFIX = "FORERUN_"
+Seconds = Annotated[float, Meta(gt=0.0)]
+
+
+class SettingsError(ValueError):
+    """A setting is unknown or has a wrong value; the message names it and says what is right."""
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where and how clients are served."""
+
+    host: Annotated[str, Meta(description="address to listen on; the default is reachable from this machine only")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")] = 8000
+    model_name: Annotated[
+        str | None, Meta(description="the model's name on the wire; without it the model folder's or file's name")
+    ] = None
+    shutdown_seconds: Annotated[
+        Seconds, Meta(description="how long running requests may go on after SIGTERM before they are ended")
+    ] = 30.0
+    stall_seconds: Annotated[
+        Seconds, Meta(description="a client that takes nothing of what it is sent for so long is dropped")
+    ] = 60.0
+    load_seconds: Annotated[Seconds, Meta(description="how long an engine may take to load its model")] = 900.0
+    restart_seconds: Annotated[
+        Seconds, Meta(description="longest pause before a dead engine is started again; the first is a tenth second")
+    ] = 30.0
+
+
+class LimitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The most a single request may ask for."""
+
+    max_body_bytes: Annotated[PositiveInt, Meta(description="largest request body or WebSocket message")] = 4 * 1024**2
+    max_choices: Annotated[PositiveInt, Meta(description="most choices of a request: prompts times n")] = 32
+    max_stop_strings: Annotated[PositiveInt, Meta(description="most stop strings, and most stop token ids")] = 16
+    max_stop_length: Annotated[PositiveInt, Meta(description="most characters of a stop string")] = 256
+    max_logprobs: Annotated[int, Meta(ge=0, description="most alternatives reported beside a token")] = 20
+    max_logit_bias: Annotated[int, Meta(ge=0, description="most token ids in logit_bias")] = 1024
+    max_socket_requests: Annotated[PositiveInt, Meta(description="most generations at a time on one WebSocket")] = 64
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole tree. In a TOML file each section is a table; flags and variables name the field alone."""
+
+    server: ServerSettings = ServerSettings()
+    limits: LimitSettings = LimitSettings()
+    engine: EngineSettings = EngineSettings()
+    profiles: dict[str, SpeculationConfig] = {}
+    """Named speculation configs that a request can ask for. In the file only: `[profiles.NAME]`."""
+
+
+class Option(msgspec.Struct, frozen=True):
+    """One field of one section, as flags and variables know it."""
+
+    section: str
+    name: str
+    default: object
+    description: str
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def variable(self) -> str:
+        return f"{PREFIX}{self.name.upper()}"
+
+    def parse(self, text: str, source: str) -> object:
+        """The value that `text` stands for. Raises `SettingsError` that names `source`."""
+        value: object = text
+        if self.name == "speculation":
+            value = _speculation(text, source)
+        tree = {self.section: {self.name: value}}
+        try:
+            parsed = msgspec.convert(tree, Settings, strict=False)
+        except msgspec.ValidationError as error:
+            raise SettingsError(f"{source}: {explain(str(error), tree, Settings)}") from error
+        return getattr(getattr(parsed, self.section), self.name)
+
+
+def options() -> Iterator[Option]:
+    """Every setting that has a flag and a variable."""
+    for section in msgspec.structs.fields(Settings):
+        if isinstance(section.default, msgspec.Struct):
+            hints = typing.get_type_hints(type(section.default), include_extras=True)
+            for field in msgspec.structs.fields(type(section.default)):
+                described = [meta.description for meta in hints[field.name].__metadata__ if meta.description]
+                yield Option(section.name, field.name, field.default, described[0])
+
+
+def load_settings(
+    arguments: Sequence[str], environment: Mapping[str, str], *, program: str = "forerun serve"
+) -> Settings:
+    """The settings of a start. Raises `SettingsError`; prints help and exits on `--help`."""
+    known = {option.name: option for option in options()}
+    flags = _parse_flags(arguments, list(known.values()), program)
+    config = flags.pop("config", None) or environment.get(f"{PREFIX}CONFIG")
+    tree = _read_file(Path(config)) if config else {}
+    for variable, text in environment.items():
+        if not variable.startswith(PREFIX) or variable == f"{PREFIX}CONFIG":
+            continue
+        option = known.get(variable.removeprefix(PREFIX).lower())
+        if option is None:
+            names = [option.variable for option in known.values()]
+            raise SettingsError(f"{variable} is not a setting; {did_you_mean(variable, names)}")
+        tree.setdefault(option.section, {})[option.name] = option.parse(text, variable)
+    for name, text in flags.items():
+        option = known[name]
+        tree.setdefault(option.section, {})[name] = option.parse(text, option.flag)
+    return _convert(tree)
+
+
+def _convert(tree: dict[str, Any]) -> Settings:
+    """The file's tables and what was laid over them. Values laid over are of their type already."""
+    try:
+        return msgspec.convert(msgspec.to_builtins(tree), Settings)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"settings file: {explain(str(error), tree, Settings)}") from error
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        tree = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"settings file {path}: {error}") from error
+    sections: dict[str, set[str]] = {}
+    for option in options():
+        sections.setdefault(option.section, set()).add(option.name)
+    for section, table in tree.items():
+        if section != "profiles" and section not in sections:
+            raise SettingsError(
+                f"{path}: [{section}] is not a section; {did_you_mean(section, [*sections, 'profiles'])}"
+            )
+        if not isinstance(table, dict):
+            raise SettingsError(f"{path}: {section} is {table!r}; it must be a table, [{section}]")
+        for key in table if section != "profiles" else ():
+            if key not in sections[section]:
+                raise SettingsError(f"{path}: {section}.{key} is not a setting; {did_you_mean(key, sections[section])}")
+    if isinstance(method := tree.get("engine", {}).get("speculation"), str):
+        tree["engine"]["speculation"] = _speculation(method, f"{path}: engine.speculation")
+    return tree
+
+
+def _speculation(text: str, source: str) -> object:
+    """A config as JSON, or a method's name alone."""
+    if not text.lstrip().startswith("{"):
+        return {"method": text}
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise SettingsError(f"{source} is {text!r}, which is not valid JSON: {error}") from error
+
+
+def _parse_flags(arguments: Sequence[str], known: Sequence[Option], program: str) -> dict[str, str]:
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description="Serve a model over REST and WebSocket.",
+        epilog=f"Each flag is also a variable, {PREFIX}PORT for --port, and a line of the settings file.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--config", metavar="FILE", help="settings file (TOML), with the sections below as tables")
+    groups = {option.section: parser.add_argument_group(f"[{option.section}]") for option in known}
+    for option in known:
+        shown = option.default if isinstance(option.default, str) else msgspec.json.encode(option.default).decode()
+        text = f"{option.description} (default: {'none' if option.default is None else shown})".replace("%", "%%")
+        add = groups[option.section].add_argument
+        if isinstance(option.default, bool):
+            add(option.flag, help=text, action="store_const", const="true")
+        else:
+            add(option.flag, help=text, metavar=option.name.rsplit("_", 1)[-1].upper())
+    found, rest = parser.parse_known_args(list(arguments))
+    for word in rest:
+        name = word.partition("=")[0]
+        raise SettingsError(f"{name} is not a flag; {did_you_mean(name, [option.flag for option in known])}")
+    return dict(vars(found))

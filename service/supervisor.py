@@ -1,0 +1,107 @@
+"""Keeps an engine alive: starts it, passes its events on, tells everybody when it dies, starts it again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+import structlog
+
+from service.engine_client import EngineClient, EngineUnavailableError
+from service.engine_process import EngineDiedError, EngineProcess, start_engine
+from speculation.messages import Event, Ready
+
+FIRST_PAUSE_SECONDS = 0.1
+STEADY_SECONDS = 60.0
+"""An engine that served for so long has earned a quick restart."""
+
+
+class EngineStartError(Exception):
+    """The engine ended before it ever served: starting it again would not help."""
+
+
+class Supervisor:
+    """Owns the engine process. `run` is its whole life; cancelling that ends the process."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        client: EngineClient,
+        *,
+        on_ready: Callable[[Ready], Awaitable[None]],
+        on_restart: Callable[[], None],
+        load_seconds: float,
+        restart_seconds: float,
+        stop_seconds: float = 5.0,
+    ) -> None:
+        self._command = command
+        self._client = client
+        self._on_ready = on_ready
+        self._on_restart = on_restart
+        self._load_seconds = load_seconds
+        self._restart_seconds = restart_seconds
+        self._stop_seconds = stop_seconds
+        self._draining = asyncio.Event()
+        self._log = structlog.get_logger("forerun.supervisor")
+        self.pid: int | None = None
+        """The engine's process id while it is connected."""
+
+    def drain(self) -> None:
+        """Let the engine finish and exit, and do not start it again: `run` then returns."""
+        self._draining.set()
+        self._client.drain()
+
+    async def run(self) -> None:
+        """Serve until `drain` or cancellation. Raises `EngineStartError` if the first engine never serves."""
+        pause = FIRST_PAUSE_SECONDS
+        has_served = False
+        while not self._draining.is_set():
+            started = time.monotonic()
+            try:
+                await self._live()
+            except EngineDiedError as died:
+                served = self._client.ready is not None
+                has_served |= served
+                self._client.detach(
+                    EngineUnavailableError(f"the engine stopped while this request ran ({died})", "engine_died")
+                )
+                if self._draining.is_set():
+                    return
+                if not has_served:
+                    raise EngineStartError(f"the engine did not start: {died}") from died
+                if served and time.monotonic() - started > STEADY_SECONDS:
+                    pause = FIRST_PAUSE_SECONDS
+                self._log.error("engine died", reason=str(died), restart_in_seconds=pause)
+                self._on_restart()
+            finally:
+                self.pid = None
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, self._restart_seconds)
+
+    async def _live(self) -> None:
+        """One engine from start to death; always raises `EngineDiedError` in the end."""
+        async with start_engine(
+            self._command, connect_seconds=self._load_seconds, stop_seconds=self._stop_seconds
+        ) as process:
+            self.pid = process.pid
+            events = process.events()
+            try:
+                await self._load(process, events.__anext__())
+                async for event in events:
+                    self._client.dispatch(event)
+            finally:
+                await events.aclose()
+
+    async def _load(self, process: EngineProcess, first_event: Awaitable[Event]) -> None:
+        """Wait until the model is loaded."""
+        try:
+            async with asyncio.timeout(self._load_seconds):
+                ready = await first_event
+        except TimeoutError:
+            raise EngineDiedError(f"the engine did not load its model within {self._load_seconds:g} s") from None
+        if not isinstance(ready, Ready):
+            raise EngineDiedError(f"the engine said {type(ready).__name__} before Ready")
+        await self._on_ready(ready)
+        self._client.attach(ready, process.send)
+        self._log.info("engine ready", pid=process.pid, engine=ready.description, blocks=ready.num_blocks)
