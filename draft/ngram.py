@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from draft.config import NgramConfig
+from draft.lives import Lives
 from draft.proposer import DraftContext, Features
 from draft.tree import Draft
 
@@ -69,32 +70,20 @@ class NgramProposer:
     needs_features: tuple[int, ...] = ()
 
     def __init__(self) -> None:
-        self._indexes: dict[int, NgramIndex] = {}
-        self._num_tokens: dict[int, int] = {}
+        self._lives: Lives[NgramIndex] = Lives()
 
     def start(
         self, seq_id: int, prompt_token_ids: Sequence[int], *, cache_salt: str = "", prediction: Sequence[int] = ()
     ) -> None:
         """A sequence begins. Raises ValueError if it has begun already."""
-        if seq_id in self._indexes:
-            raise ValueError(f"sequence {seq_id} was started already")
-        self._indexes[seq_id] = NgramIndex()
-        self._num_tokens[seq_id] = len(prompt_token_ids)
+        self._lives.start(seq_id, NgramIndex(), len(prompt_token_ids))
 
     def propose(self, contexts: Sequence[DraftContext], limits: Sequence[int]) -> list[Draft]:
         """A chain for each context whose newest tokens stood in it before. Raises ValueError for unknown sequences."""
         return [self._propose_one(context, limit) for context, limit in zip(contexts, limits, strict=True)]
 
     def _propose_one(self, context: DraftContext, limit: int) -> Draft:
-        index = self._index_of(context.seq_id)
-        config = context.config
-        if not isinstance(config, NgramConfig):
-            raise ValueError(f"sequence {context.seq_id} asks ngram with {config!r}; it takes an NgramConfig")
-        if len(context.token_ids) != self._num_tokens[context.seq_id]:
-            raise ValueError(
-                f"sequence {context.seq_id} has {len(context.token_ids)} tokens, "
-                f"{self._num_tokens[context.seq_id]} of which were committed; commit comes before propose"
-            )
+        index, config = self._lives.asked(context, NgramConfig)
         match_length, position = index.longest_match(context.token_ids, config.min_n, config.max_n)
         if not match_length:
             return Draft.none("no_match", self.name)
@@ -102,16 +91,8 @@ class NgramProposer:
 
     def commit(self, seq_id: int, token_ids: Sequence[int], features: Features | None) -> None:
         """Tokens were appended. Raises ValueError for an unknown sequence."""
-        self._index_of(seq_id)
-        self._num_tokens[seq_id] += len(token_ids)
+        self._lives.commit(seq_id, len(token_ids))
 
     def finish(self, seq_id: int) -> None:
         """The sequence and its index are forgotten. Raises ValueError for an unknown sequence."""
-        self._index_of(seq_id)
-        del self._indexes[seq_id], self._num_tokens[seq_id]
-
-    def _index_of(self, seq_id: int) -> NgramIndex:
-        index = self._indexes.get(seq_id)
-        if index is None:
-            raise ValueError(f"sequence {seq_id} was never started, or has finished")
-        return index
+        self._lives.finish(seq_id)

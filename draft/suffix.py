@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import ceil
 
-import torch
-
 from draft.config import SuffixConfig, bounds_of
 from draft.corpus import Corpus, Occurrence
-from draft.proposer import DraftContext
+from draft.lives import Lives
+from draft.proposer import DraftContext, Features
 from draft.tree import Draft
 
 OWN_ORDERS = (8, 4, 2, 1)
@@ -26,7 +25,6 @@ class _Life:
     """What is kept of one sequence between `start` and `finish`."""
 
     cache_salt: str
-    num_tokens: int
     output_token_ids: list[int] = field(default_factory=list)
     text: Corpus | None = None
     num_indexed: int = 0
@@ -101,29 +99,20 @@ class SuffixProposer:
 
     def __init__(self, corpus_capacity: int = 2**18) -> None:
         self.corpus = Corpus(corpus_capacity, SHARED_ORDERS)
-        self._lives: dict[int, _Life] = {}
+        self._lives: Lives[_Life] = Lives()
 
     def start(
         self, seq_id: int, prompt_token_ids: Sequence[int], *, cache_salt: str = "", prediction: Sequence[int] = ()
     ) -> None:
         """A sequence begins. Raises ValueError if it has begun already."""
-        if seq_id in self._lives:
-            raise ValueError(f"sequence {seq_id} was started already")
-        self._lives[seq_id] = _Life(cache_salt, len(prompt_token_ids))
+        self._lives.start(seq_id, _Life(cache_salt), len(prompt_token_ids))
 
     def propose(self, contexts: Sequence[DraftContext], limits: Sequence[int]) -> list[Draft]:
         """A tree (a chain, where the config says so) for each context whose newest tokens occurred before."""
         return [self._propose_one(context, limit) for context, limit in zip(contexts, limits, strict=True)]
 
     def _propose_one(self, context: DraftContext, limit: int) -> Draft:
-        life, config = self._life_of(context.seq_id), context.config
-        if not isinstance(config, SuffixConfig):
-            raise ValueError(f"sequence {context.seq_id} asks suffix with {config!r}; it takes a SuffixConfig")
-        if len(context.token_ids) != life.num_tokens:
-            raise ValueError(
-                f"sequence {context.seq_id} has {len(context.token_ids)} tokens, {life.num_tokens} of which were "
-                "committed; commit comes before propose"
-            )
+        life, config = self._lives.asked(context, SuffixConfig)
         bounds = bounds_of(config)
         depth = min(bounds.depth, limit)
         occurrences = life.catch_up(context.token_ids).occurrences(context.token_ids, depth, MAX_OCCURRENCES)
@@ -139,25 +128,16 @@ class SuffixProposer:
             return Draft.none("no_match", self.name)
         return Draft(tuple(tree.token_ids), tuple(tree.parents), self.name, tuple(tree.confidences), match_length)
 
-    def commit(self, seq_id: int, token_ids: Sequence[int], features: torch.Tensor | None) -> None:
+    def commit(self, seq_id: int, token_ids: Sequence[int], features: Features | None) -> None:
         """Tokens were appended. Raises ValueError for an unknown sequence."""
-        life = self._life_of(seq_id)
-        life.num_tokens += len(token_ids)
-        life.output_token_ids.extend(token_ids)
+        self._lives.commit(seq_id, len(token_ids)).output_token_ids.extend(token_ids)
 
     def finish(self, seq_id: int) -> None:
         """The response goes to the shared corpus, the rest is forgotten. Raises ValueError for an unknown sequence."""
-        life = self._life_of(seq_id)
-        del self._lives[seq_id]
+        life = self._lives.finish(seq_id)
         if life.output_token_ids:
             self.corpus.add(life.output_token_ids, life.cache_salt)
 
     def check_integrity(self) -> str | None:
         """The first inconsistency found in the shared corpus, or None. Takes seconds: for tests and idle times."""
         return self.corpus.check_integrity()
-
-    def _life_of(self, seq_id: int) -> _Life:
-        life = self._lives.get(seq_id)
-        if life is None:
-            raise ValueError(f"sequence {seq_id} was never started, or has finished")
-        return life

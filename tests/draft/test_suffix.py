@@ -145,7 +145,7 @@ def test_the_oldest_responses_are_evicted() -> None:
     assert propose(proposer, 0, [0], SuffixConfig(), 2).skipped == "no_match"
     for i, is_there in ((0, False), (2, False), (4, True), (5, True)):
         proposer.commit(0, [10 * i, 10 * i + 1], None)
-        text = proposer._lives[0].output_token_ids
+        text = proposer._lives.commit(0, 0).output_token_ids
         assert (propose(proposer, 0, [0, *text], SuffixConfig(), 2).skipped is None) == is_there
     assert proposer.check_integrity() is None
 
