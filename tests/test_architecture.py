@@ -65,7 +65,7 @@ MODULES = modules_of(*MAY_IMPORT)
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_room_imports_only_what_lies_below_it(name: str) -> None:
-    """From service to speculation to draft to target, with cache_store a leaf: no import goes back or skips the seam."""
+    """Service, speculation, draft, target, in that order, with cache_store a leaf: no import goes back."""
     allowed = MAY_IMPORT[name.split(".")[0]] | EXCEPTIONS.get(name, set())
     ours = {module for module in imports_of(name, MODULES[name]) if module.split(".")[0] in {*MAY_IMPORT, "tests"}}
     assert {module for module in ours if not is_within(module, allowed)} == set()
@@ -87,7 +87,11 @@ def test_no_exception_is_stale() -> None:
 
 def test_the_front_loads_no_engine_library() -> None:
     """Importing any module of the service, directly or through others, loads no torch, numba or transformers."""
-    names = [name for name in [*modules_of("service", "cache_store"), "speculation.messages", "speculation.framing"] if "__main__" not in name]
+    names = [
+        name
+        for name in [*modules_of("service", "cache_store"), "speculation.messages", "speculation.framing"]
+        if "__main__" not in name
+    ]
     code = f"""
 import importlib, json, sys
 found = {{}}
