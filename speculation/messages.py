@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from draft.config import DraftModelConfig, NgramConfig, NoSpeculation, SpeculationConfig, method_of
+from draft.config import DraftModelConfig, NgramConfig, NoSpeculation, SpeculationConfig, method_of, resolve
 from target.sampling_params import SamplingParams
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Submit",
     "TokenLogprob",
     "method_of",
+    "resolve",
 ]
 
 
