@@ -1,0 +1,1 @@
+"""Named speculation profiles and A/B experiments on live traffic."""

@@ -1,0 +1,136 @@
+"""Ratio metrics, time over tokens, of every arm: estimates and their covariance from first and second moments alone.
+
+The unit of analysis is a cluster: all that one assignment unit brought, be it a request, a user or a time slot. A
+cluster is a vector of sums (`FIELDS`); the moments are its sum and the sum of its outer product over clusters. Ratios
+get their variance by the delta method over clusters, so requests of one user, or of one slot, need not be independent.
+
+Adjustment removes what covariates explain that were fixed before the arm acted: the tokens of prompt and output
+(an arm changes speed, never output), the load at arrival, and load times output. Every arm gets its own
+regression line, and its mean is read off at the covariates' mean over all arms [Lin, arXiv 1208.2301]: the slopes come
+from the same second moments, so nothing else has to be kept. Because all arms are read at the same mix of requests,
+tokens cancel from the comparison.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+FIELDS = ("count", "time", "size", "prompt", "output", "load", "load_output")
+"""A request's vector: 1, the metric's numerator and denominator, then the covariates."""
+COUNT, TIME, SIZE = 0, 1, 2
+COVARIATES = (3, 4, 5, 6)
+"""All of them: fit for use where a request's own arm cannot have acted on the load it met."""
+LENGTHS = (3, 4)
+"""Prompt and output alone. Where an arm holds a whole time slot, the load at arrival is its own doing."""
+
+
+class Moments(NamedTuple):
+    """Sums over clusters. Leading dimensions, if any, are separate looks or runs.
+
+    sums: (..., arms, fields); second: (..., arms, fields, arms, fields), outer products within one cluster, across
+    arms too: a block of time slots, or a bucket of users, holds several arms.
+    """
+
+    sums: Floats
+    second: Floats
+
+
+class Levels(NamedTuple):
+    """The logarithm of every arm's ratio.
+
+    log_ratio: (..., arms); covariance: (..., arms, arms); freedom: (..., arms), the effective number of clusters
+    less the parameters fitted in each arm.
+    """
+
+    log_ratio: Floats
+    covariance: Floats
+    freedom: Floats
+
+
+def unadjusted(moments: Moments) -> Levels:
+    """Sum of time over sum of tokens, as they came."""
+    means, covariance = _means(moments)
+    num_arms = means.shape[-2]
+    gradient = np.zeros((*means.shape[:-1], *means.shape[-2:]))
+    arms = np.arange(num_arms)
+    gradient[..., arms, arms, TIME] = 1.0 / means[..., TIME]
+    gradient[..., arms, arms, SIZE] = -1.0 / means[..., SIZE]
+    return _levels(np.log(means[..., TIME] / means[..., SIZE]), gradient, covariance, _clusters(moments), 1)
+
+
+def adjusted(moments: Moments, covariates: tuple[int, ...] = COVARIATES) -> Levels:
+    """Time per token of every arm at the mix of requests of all arms together."""
+    means, covariance = _means(moments)
+    num_arms = means.shape[-2]
+    chosen = list(covariates)
+    arms = np.arange(num_arms)
+    slopes = _slopes(covariance, chosen)
+    share = moments.sums[..., COUNT] / moments.sums[..., COUNT].sum(-1, keepdims=True)
+    pooled = np.einsum("...k,...kf->...f", share, means)
+    shift = means[..., chosen] - pooled[..., None, chosen]
+    level = means[..., TIME] - np.einsum("...kc,...kc->...k", slopes, shift)
+    per_level = slopes / level[..., None]
+    gradient = np.zeros((*means.shape[:-1], *means.shape[-2:]))
+    gradient[..., arms, arms, TIME] = 1.0 / level
+    gradient[..., chosen] += share[..., None, :, None] * per_level[..., :, None, :]
+    for arm in range(num_arms):
+        gradient[..., arm, arm, chosen] -= per_level[..., arm, :]
+    log_ratio = np.log(level / pooled[..., None, SIZE])
+    return _levels(log_ratio, gradient, covariance, _clusters(moments), 1 + len(chosen))
+
+
+def difference(levels: Levels, arm: int, control: int) -> tuple[Floats, Floats, Floats]:
+    """Log of the ratio of two arms' ratios, its standard error and its degrees of freedom, each (...)."""
+    estimate = levels.log_ratio[..., arm] - levels.log_ratio[..., control]
+    covariance = levels.covariance
+    variance = covariance[..., arm, arm] + covariance[..., control, control] - 2.0 * covariance[..., arm, control]
+    freedom = np.minimum(levels.freedom[..., arm], levels.freedom[..., control])
+    return estimate, np.sqrt(np.maximum(variance, 0.0)), freedom
+
+
+def _means(moments: Moments) -> tuple[Floats, Floats]:
+    """Means per request, (..., arms, fields), and the covariance of all of them, (..., arms, fields, arms, fields)."""
+    counts = moments.sums[..., COUNT]
+    means = moments.sums / counts[..., None]
+    second = moments.second
+    # Each cluster centred at its own count: u - mean · count.
+    second = second - means[..., :, :, None, None] * second[..., :, COUNT : COUNT + 1, :, :]
+    second = second - means[..., None, None, :, :] * second[..., :, :, :, COUNT : COUNT + 1]
+    return means, second / (counts[..., :, None, None, None] * counts[..., None, None, :, None])
+
+
+def _slopes(covariance: Floats, chosen: list[int]) -> Floats:
+    """Each arm's regression of time on the chosen covariates, (..., arms, covariates); 0 for one that does not vary."""
+    own = np.einsum("...kfkg->...kfg", covariance)
+    inner = own[..., chosen, :][..., chosen]
+    outer = own[..., chosen, TIME]
+    deviation = np.sqrt(np.maximum(np.einsum("...cc->...c", inner), 0.0))
+    deviation = np.where(deviation > 0.0, deviation, np.inf)
+    correlation = inner / (deviation[..., :, None] * deviation[..., None, :])
+    # The pseudo-inverse shares one effect among covariates that say the same thing.
+    inverse = np.linalg.pinv(correlation, rcond=1e-6, hermitian=True)
+    slopes: Floats = np.einsum("...cd,...d->...c", inverse, outer / deviation) / deviation
+    return slopes
+
+
+def _clusters(moments: Moments) -> Floats:
+    """Effective number of clusters of each arm, (..., arms): few where a few hold most of the tokens."""
+    of_size = np.einsum("...kk->...k", moments.second[..., SIZE, :, SIZE])
+    clusters: Floats = np.square(moments.sums[..., SIZE]) / of_size
+    return clusters
+
+
+def _levels(log_ratio: Floats, gradient: Floats, covariance: Floats, clusters: Floats, num_fitted: int) -> Levels:
+    """gradient: (..., arms, arms, fields), of each arm's level by every arm's means."""
+    *batch, num_arms, _, _ = gradient.shape
+    flat = gradient.reshape(*batch, num_arms, -1)
+    spread = flat @ covariance.reshape(*batch, flat.shape[-1], flat.shape[-1]) @ np.swapaxes(flat, -1, -2)
+    # Residuals are smaller than errors by what the fit took for itself.
+    freedom = clusters - num_fitted
+    inflation = np.sqrt(clusters / np.maximum(freedom, 1.0))
+    return Levels(log_ratio, spread * inflation[..., :, None] * inflation[..., None, :], freedom)
