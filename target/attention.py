@@ -60,9 +60,7 @@ class TorchAttention:
     `tiles.rows`), and all tiles of one size are one batched product; these sizes were measured to be stable.
     """
 
-    def __init__(
-        self, pool: KVPool, heads: HeadLayout, *, window: int | None, tiles: Tiles
-    ) -> None:
+    def __init__(self, pool: KVPool, heads: HeadLayout, *, window: int | None, tiles: Tiles) -> None:
         self._heads = heads
         self._tiles = tiles
         self._pool = pool

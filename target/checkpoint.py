@@ -41,7 +41,9 @@ class Checkpoint:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stack.close()
 
     def _open(self, name: str) -> None:
@@ -88,7 +90,9 @@ def weight_files(model_dir: Path) -> list[str]:
     if not model_dir.is_dir():
         raise CheckpointError(f"{model_dir} is not a folder; a model is a Hugging Face folder or a .gguf file")
     found = ", ".join(sorted(path.name for path in model_dir.iterdir())[:8]) or "nothing"
-    raise CheckpointError(f"{model_dir} holds no {SINGLE} and no {INDEX} (found: {found}); convert the weights to safetensors")
+    raise CheckpointError(
+        f"{model_dir} holds no {SINGLE} and no {INDEX} (found: {found}); convert the weights to safetensors"
+    )
 
 
 def load_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
@@ -125,7 +129,9 @@ def _load_layer(checkpoint: Checkpoint, config: ModelConfig, prefix: str, dtype:
     return LayerWeights(
         input_norm=one(prefix + "input_layernorm.weight", hidden),
         qkv=stacked([(f"{attention}{name}.weight", rows) for name, rows in projections], hidden),
-        qkv_bias=stacked([(f"{attention}{name}.bias", rows) for name, rows in projections]) if config.qkv_bias else None,
+        qkv_bias=stacked([(f"{attention}{name}.bias", rows) for name, rows in projections])
+        if config.qkv_bias
+        else None,
         q_norm=one(attention + "q_norm.weight", config.head_size) if config.qk_norm else None,
         k_norm=one(attention + "k_norm.weight", config.head_size) if config.qk_norm else None,
         output=one(attention + "o_proj.weight", hidden, queries),

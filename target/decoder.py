@@ -34,7 +34,12 @@ class Decoder:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, rotary: RotaryTable, make_linear: MakeLinear, device: torch.device
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        rotary: RotaryTable,
+        make_linear: MakeLinear,
+        device: torch.device,
     ) -> None:
         self._config = config
         self._rotary = rotary

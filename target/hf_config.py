@@ -151,7 +151,11 @@ class _ConfigReader:
         if family == "llama":
             return None
         kinds = set(self._fields.get("layer_types") or ["sliding_attention"])
-        if family.startswith("qwen") and self._fields.get("max_window_layers", 0) > 0 and "layer_types" not in self._fields:
+        if (
+            family.startswith("qwen")
+            and self._fields.get("max_window_layers", 0) > 0
+            and "layer_types" not in self._fields
+        ):
             raise self._error("max_window_layers", "0: windows on some layers only are not supported")
         if kinds == {"full_attention"}:
             return None

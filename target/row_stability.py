@@ -54,7 +54,9 @@ def stable_row_counts(
     return tuple(count for count in candidates if agrees(count))
 
 
-def stable_tiles(queries_per_kv: int, head_size: int, key_block: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+def stable_tiles(
+    queries_per_kv: int, head_size: int, key_block: int, dtype: torch.dtype, device: torch.device
+) -> Tiles:
     """Tile sizes whose products with key blocks come out as those of tiles of `REFERENCE_ROWS` rows, and their padding.
 
     The smallest multiple at which the tile of one row agrees, because that one is decoding's; without any, one size.
@@ -69,9 +71,7 @@ def stable_tiles(queries_per_kv: int, head_size: int, key_block: int, dtype: tor
     return Tiles((REFERENCE_ROWS,), CANDIDATE_MULTIPLES[-1], stable=False)
 
 
-def _agreeing(
-    queries: dict[int, int], shape: tuple[int, int], dtype: torch.dtype, device: torch.device
-) -> set[int]:
+def _agreeing(queries: dict[int, int], shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> set[int]:
     """The tile sizes, keys of `queries`, at whose number of queries batched products agree with the reference's.
 
     `shape`: outputs and inputs of the product.

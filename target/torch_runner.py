@@ -50,7 +50,9 @@ class TorchRunner:
             body = choose_products([first.qkv, first.output, first.gate_up, first.down], device, max_rows=256)
             head = choose_products([weights.lm_head], device, max_rows=64)
             tiles = stable_tiles(heads.queries_per_kv, heads.head_size, KEY_BLOCK, dtype, device)
-            self._decoder = Decoder(config, weights, RotaryTable(config, max_model_len, dtype, device), body.make, device)
+            self._decoder = Decoder(
+                config, weights, RotaryTable(config, max_model_len, dtype, device), body.make, device
+            )
             self._head = head.make(weights.lm_head.to(device), None)
         self._row_counts, self._head_counts = body.row_counts, head.row_counts
         self._attention = TorchAttention(self.kv_pool, heads, window=config.sliding_window, tiles=tiles)
