@@ -55,6 +55,7 @@ class OutputStream:
         self._client = client
         self._submits = submits
         self._running = {submit.request_id for submit in submits}
+        self._last_at: dict[str, float] = {}
         self._arrived: list[SequenceOutput] = []
         self._error: Exception | None = None
         self._wake = asyncio.Event()
@@ -93,14 +94,18 @@ class OutputStream:
         if request_id in self._running:
             self._client.abort(request_id)
 
-    def put(self, output: SequenceOutput) -> None:
-        self.last_output_at = time.perf_counter()
-        if self.first_output_at is None and (output.token_ids or output.finish_reason is not None):
-            self.first_output_at = self.last_output_at
+    def put(self, output: SequenceOutput) -> float | None:
+        """An output has arrived. Returns the seconds since the same sequence's last one, if there was one."""
+        now = self.last_output_at = time.perf_counter()
+        if self.first_output_at is None:
+            self.first_output_at = now
+        before = self._last_at.get(output.request_id)
+        self._last_at[output.request_id] = now
         if output.finish_reason is not None:
             self._running.discard(output.request_id)
         self._arrived.append(output)
         self._wake.set()
+        return None if before is None else now - before
 
     def fail(self, error: Exception) -> None:
         self._error = error
@@ -114,9 +119,11 @@ class EngineClient:
     everybody who waits is told.
     """
 
-    def __init__(self, on_stats: Callable[[Stats], None]) -> None:
+    def __init__(self, on_stats: Callable[[Stats], None], on_gap: Callable[[float], object]) -> None:
+        """`on_gap` is told the seconds between two outputs of a sequence."""
         self.ready: Ready | None = None
         self._on_stats = on_stats
+        self._on_gap = on_gap
         self._send: Send | None = None
         self._streams: dict[str, OutputStream] = {}
 
@@ -188,4 +195,6 @@ class EngineClient:
             return
         if output.finish_reason is not None:
             del self._streams[output.request_id]
-        stream.put(output)
+        gap = stream.put(output)
+        if gap is not None:
+            self._on_gap(gap)

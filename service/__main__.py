@@ -1,0 +1,55 @@
+"""The command: `forerun serve`, `forerun fetch`; `python -m service` is the same as `forerun serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from service.settings import SettingsError, load_settings
+
+USAGE = """usage: forerun COMMAND [flags]
+
+commands:
+  serve    serve a model over REST and WebSocket; `forerun serve --help` explains every setting
+  fetch    fetch and convert the embedded model, so that the first start is quick
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status."""
+    command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    match command:
+        case "serve":
+            return serve(rest)
+        case "fetch":
+            return fetch(rest)
+        case "--help" | "-h":
+            print(USAGE)
+            return 0
+    print(f"forerun: {command!r} is not a command\n\n{USAGE}", file=sys.stderr)
+    return 2
+
+
+def serve(arguments: Sequence[str]) -> int:
+    """Serve until stopped."""
+    from service.server import serve as run_server  # noqa: PLC0415 - `--help` need not load a web server
+
+    try:
+        settings = load_settings(arguments, os.environ)
+    except SettingsError as error:
+        print(f"forerun serve: {error}", file=sys.stderr)
+        return 2
+    return asyncio.run(run_server(settings, partial(print, flush=True)))
+
+
+def fetch(arguments: Sequence[str]) -> int:
+    """Fetch the embedded model in a process of its own: this one loads no engine."""
+    return subprocess.run([sys.executable, "-m", "target.embedded", *arguments], check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(["serve", *sys.argv[1:]]))

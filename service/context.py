@@ -1,0 +1,96 @@
+"""What every request has, whatever its route: an id, a line in the log, and errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+
+import structlog
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from service.errors import ApiError
+from service.event_stream import ClientStalledError
+from service.front import Front
+
+FRONT = web.AppKey("front", Front)
+REQUEST_ID = web.RequestKey("request_id", str)
+ARRIVED_AT = web.RequestKey("arrived_at", float)
+"""By `time.perf_counter`."""
+
+CLIENT_LEFT = 499
+"""The status under which a departure is counted; nobody is there to see it."""
+
+_ACCEPTABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_log = structlog.get_logger("forerun.http")
+
+
+@web.middleware
+async def request_context(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Give a request its id, and its outcome a line in the log and a count."""
+    given = request.headers.get("X-Request-Id", "")
+    request_id = given if _ACCEPTABLE_ID.fullmatch(given) else uuid.uuid4().hex
+    request[REQUEST_ID], request[ARRIVED_AT] = request_id, time.perf_counter()
+    structlog.contextvars.clear_contextvars()
+    structlog.contextvars.bind_contextvars(request_id=request_id)
+    front = request.app[FRONT]
+    status = CLIENT_LEFT
+    try:
+        response = await handler(request)
+        status = response.status
+    except asyncio.CancelledError:
+        front.metrics.departures.inc()
+        raise
+    except ClientStalledError:
+        front.metrics.stalls.inc()
+        raise
+    finally:
+        seconds = round(time.perf_counter() - request[ARRIVED_AT], 6)
+        _log.info("request", method=request.method, path=request.path, status=status, seconds=seconds)
+        route = request.match_info.route.resource
+        front.metrics.requests.labels(route.canonical if route is not None else "unknown", str(status)).inc()
+    return response
+
+
+@web.middleware
+async def openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn whatever a handler raises into an error response."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return error_response(error)
+    except web.HTTPException as error:
+        return error_response(_from_http(request, error))
+    except ConnectionError:
+        raise
+    except Exception:  # noqa: BLE001 - the last resort: the client gets an answer, the log the traceback
+        _log.exception("handler failed", path=request.path)
+        return error_response(ApiError.internal())
+
+
+async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """Signal handler: the response, streamed or not, names its request."""
+    if REQUEST_ID in request:
+        response.headers["X-Request-Id"] = request[REQUEST_ID]
+
+
+def error_response(error: ApiError) -> web.Response:
+    """An error as a response of its own."""
+    return web.Response(
+        status=error.status, body=error.encode(), content_type="application/json", headers=error.headers
+    )
+
+
+def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        most = request.app[FRONT].settings.limits.max_body_bytes
+        return ApiError(413, f"the body is over the limit of {most} bytes", code="request_too_large")
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        message = f"{request.path} does not take {request.method}; it takes {allowed}"
+        return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
+    if isinstance(error, web.HTTPNotFound):
+        return ApiError(404, f"there is nothing at {request.path}; docs/api.md lists the routes", code="unknown_url")
+    return ApiError(error.status, error.reason)

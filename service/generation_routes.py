@@ -1,0 +1,95 @@
+"""POST /v1/chat/completions and POST /v1/completions."""
+
+from __future__ import annotations
+
+import uuid
+
+import structlog
+from aiohttp import web
+
+from service.answer import Answer
+from service.choice import ChoiceDelta
+from service.context import ARRIVED_AT, FRONT
+from service.errors import ApiError
+from service.event_stream import EventStream
+from service.formats import AnswerFormat, ChatFormat, CompletionFormat
+from service.front import GenerationBody
+from service.schema import ChatCompletionRequest, CompletionRequest
+from service.validation import parse_body
+
+DONE = b"[DONE]"
+_log = structlog.get_logger("forerun.generation")
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    body = parse_body(await request.read(), ChatCompletionRequest)
+    generation_id = f"chatcmpl-{uuid.uuid4().hex}"
+    style = ChatFormat(
+        generation_id,
+        request.app[FRONT].model,
+        with_token_ids=bool(body.return_token_ids),
+        with_usage=wants_usage(body),
+    )
+    return await respond(request, generation_id, body, style)
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    body = parse_body(await request.read(), CompletionRequest)
+    generation_id = f"cmpl-{uuid.uuid4().hex}"
+    style = CompletionFormat(
+        generation_id,
+        request.app[FRONT].model,
+        with_token_ids=bool(body.return_token_ids),
+        with_usage=wants_usage(body),
+    )
+    return await respond(request, generation_id, body, style)
+
+
+def wants_usage(body: GenerationBody) -> bool:
+    """Whether a stream ends with a chunk of its own for the usage."""
+    if body.stream_options is not None and not body.stream:
+        raise ApiError.invalid("stream_options", "stream_options is given without stream; set stream to true")
+    return body.stream_options is not None and body.stream_options.include_usage
+
+
+async def respond(
+    request: web.Request, generation_id: str, body: GenerationBody, style: AnswerFormat
+) -> web.StreamResponse:
+    """Answer a request, whole or as a stream. A client that leaves cancels this, and so ends the generation."""
+    front = request.app[FRONT]
+    if not body.stream:
+        async with front.generate(generation_id, body, request[ARRIVED_AT]) as answer:
+            whole = await _collect(answer)
+            return web.Response(body=style.whole(whole, answer.closing), content_type="application/json")
+    events = EventStream(request, stall_seconds=front.settings.server.stall_seconds)
+    try:
+        async with front.generate(generation_id, body, request[ARRIVED_AT]) as answer:
+            await _stream(answer, events, style, with_usage=wants_usage(body))
+    except ApiError as error:
+        if not events.has_begun:
+            raise
+        _log.warning("stream broken off", reason=str(error))
+        await events.send([error.encode()])
+    await events.end()
+    return events.response
+
+
+async def _collect(answer: Answer) -> list[ChoiceDelta]:
+    """The whole of every choice."""
+    parts: dict[int, list[ChoiceDelta]] = {}
+    async for deltas in answer.deltas():
+        for delta in deltas:
+            parts.setdefault(delta.index, []).append(delta)
+    return [ChoiceDelta.join(parts[index]) for index in sorted(parts)]
+
+
+async def _stream(answer: Answer, events: EventStream, style: AnswerFormat, *, with_usage: bool) -> None:
+    """The choices as they grow; with the last chunk comes the bill."""
+    async for deltas in answer.deltas():
+        is_last = answer.is_finished
+        closing = answer.closing if is_last else None
+        final = None if with_usage else closing
+        chunks = [style.chunk(delta, final if delta is deltas[-1] else None) for delta in deltas]
+        if closing is not None:
+            chunks += [style.usage_chunk(closing), DONE] if with_usage else [DONE]
+        await events.send(chunks)

@@ -1,0 +1,257 @@
+"""From the wire's words to what the engine can do: tokens, limits, profiles; everything the schema cannot check."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from service.chat_template import ChatTemplateError
+from service.errors import ApiError, did_you_mean
+from service.generation import SEED_SPAN, Generation, Prompt
+from service.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest, Prediction, TextPart
+from service.served_model import ServedModel
+from service.settings import LimitSettings
+from speculation.messages import SamplingParams, SpeculationConfig, resolve
+
+OPENAI_COMPLETION_TOKENS = 16
+"""What /v1/completions generates where the request does not say, as OpenAI's does."""
+
+
+class Interpreter:
+    """Turns requests into generations. Raises `ApiError` for everything the schema cannot see is wrong."""
+
+    def __init__(self, model: ServedModel, limits: LimitSettings, profiles: Mapping[str, SpeculationConfig]) -> None:
+        self._model = model
+        self._limits = limits
+        self._profiles = profiles
+
+    def chat(self, request_id: str, request: ChatCompletionRequest) -> Generation:
+        """A chat completion. Runs the tokenizer: call it in a thread."""
+        self._model.check_name(request.model)
+        if request.top_logprobs is not None and not request.logprobs:
+            raise ApiError.invalid("top_logprobs", "top_logprobs is given without logprobs; set logprobs to true")
+        if request.max_tokens is not None and request.max_completion_tokens is not None:
+            raise ApiError.invalid("max_tokens", "max_tokens and max_completion_tokens are both given; give one")
+        name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        self._check_logprobs("top_logprobs", logprobs)
+        prompt = Prompt(self._render(request), None)
+        max_tokens = self._check_length("messages", prompt, name, max_tokens)
+        return self._generation(request_id, request, (prompt,), max_tokens, logprobs, request.prediction)
+
+    def completion(self, request_id: str, request: CompletionRequest) -> Generation:
+        """A text completion. Runs the tokenizer: call it in a thread."""
+        self._model.check_name(request.model)
+        if request.best_of not in {None, request.n or 1}:
+            raise ApiError.invalid(
+                "best_of", f"best_of is {request.best_of}; only the value of n, {request.n or 1}, is served"
+            )
+        self._check_logprobs("logprobs", request.logprobs)
+        prompts = self._prompts(request)
+        max_tokens = OPENAI_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        is_scoring = max_tokens == 0
+        if is_scoring and not request.echo:
+            raise ApiError.invalid(
+                "max_tokens", "max_tokens is 0 without echo: there would be no answer; give at least 1"
+            )
+        for prompt in prompts:
+            self._check_length("prompt", prompt, "max_tokens", max_tokens)
+        found = self._generation(request_id, request, prompts, max(max_tokens, 1), request.logprobs, request.prediction)
+        return replace(found, echo=bool(request.echo), is_scoring=is_scoring, is_continuation=True)
+
+    def _generation(
+        self,
+        request_id: str,
+        request: GenerationRequest,
+        prompts: tuple[Prompt, ...],
+        max_tokens: int,
+        logprobs: int | None,
+        prediction: Prediction | None,
+    ) -> Generation:
+        num_choices = len(prompts) * (request.n or 1)
+        if num_choices > self._limits.max_choices:
+            param = "n" if len(prompts) == 1 else "prompt"
+            raise ApiError.invalid(
+                param, f"{num_choices} choices are asked for; at most {self._limits.max_choices} are served"
+            )
+        predicted = () if prediction is None else tuple(self._encode_text("prediction.content", prediction.content))
+        return Generation(
+            id=request_id,
+            prompts=prompts,
+            n=request.n or 1,
+            sampling=self._sampling(request, max_tokens, logprobs),
+            stop=self._stop_strings(request),
+            speculation=self._speculation(request.speculation),
+            prediction_token_ids=predicted,
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt or "",
+        )
+
+    def _sampling(self, request: GenerationRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        seed = secrets.randbits(64) if request.seed is None else request.seed
+        if not -SEED_SPAN // 2 <= seed < SEED_SPAN:
+            raise ApiError.invalid("seed", f"seed is {seed}; it must fit in 64 bits")
+        if request.min_tokens is not None and request.min_tokens > max_tokens:
+            raise ApiError.invalid("min_tokens", f"min_tokens is {request.min_tokens}, above max_tokens, {max_tokens}")
+        return SamplingParams(
+            temperature=_or(request.temperature, 1.0),
+            top_p=_or(request.top_p, 1.0),
+            top_k=max(request.top_k or 0, 0),
+            min_p=_or(request.min_p, 0.0),
+            presence_penalty=_or(request.presence_penalty, 0.0),
+            frequency_penalty=_or(request.frequency_penalty, 0.0),
+            repetition_penalty=_or(request.repetition_penalty, 1.0),
+            logit_bias=self._logit_bias(request.logit_bias or {}),
+            seed=seed % SEED_SPAN,
+            max_tokens=max_tokens,
+            min_tokens=request.min_tokens or 0,
+            ignore_eos=bool(request.ignore_eos),
+            stop_token_ids=self._stop_token_ids(request),
+            logprobs=logprobs,
+        )
+
+    def _render(self, request: ChatCompletionRequest) -> list[int]:
+        """The prompt of a conversation, in which nothing a client wrote is a control token."""
+        if self._model.template is None:
+            raise ApiError.invalid(
+                "messages", "the model has no chat template; use /v1/completions", code="no_chat_template"
+            )
+        protect = self._model.tokenizer.protect
+        messages: list[dict[str, Any]] = []
+        for message in request.messages:
+            role = "system" if message.role == "developer" else message.role
+            entry = {"role": role, "content": protect(_text_of(message.content))}
+            if message.name is not None:
+                entry["name"] = protect(message.name)
+            messages.append(entry)
+        given = request.chat_template_kwargs or {}
+        variables = {name: protect(value) if isinstance(value, str) else value for name, value in given.items()}
+        try:
+            text = self._model.template.render(messages, variables=variables)
+        except ChatTemplateError as error:
+            raise ApiError.invalid("messages", f"the model's chat template refuses the messages: {error}") from error
+        return self._model.tokenizer.encode_rendered(text)
+
+    def _prompts(self, request: CompletionRequest) -> tuple[Prompt, ...]:
+        match request.prompt:
+            case str(text):
+                return (self._text_prompt(text, request),)
+            case [int(), *_] as token_ids:
+                return (Prompt(self._token_ids("prompt", token_ids), None),)
+            case [str() | list(), *_] as several:
+                return tuple(self._one_of_several(i, item, request) for i, item in enumerate(several))
+        what = "is empty" if request.prompt == [] else "holds something else"
+        raise ApiError.invalid(
+            "prompt", f"prompt {what}; it must be a text, token ids, or a list of either", code="invalid_type"
+        )
+
+    def _one_of_several(self, index: int, item: object, request: CompletionRequest) -> Prompt:
+        match item:
+            case str(text):
+                return self._text_prompt(text, request)
+            case [int(), *_] as token_ids:
+                return Prompt(self._token_ids(f"prompt[{index}]", token_ids), None)
+        name = f"prompt[{index}]"
+        raise ApiError.invalid(name, f"{name} must be a text or a list of at least one token id", code="invalid_type")
+
+    def _text_prompt(self, text: str, request: CompletionRequest) -> Prompt:
+        return Prompt(self._model.tokenizer.encode(text, parse_special=bool(request.parse_special)), text)
+
+    def _token_ids(self, name: str, token_ids: Sequence[object]) -> list[int]:
+        most = self._model.ready.vocab_size - 1
+        checked = []
+        for index, token_id in enumerate(token_ids):
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id <= most:
+                where = f"{name}[{index}]"
+                raise ApiError.invalid(where, f"{where} is {token_id!r}; token ids are integers from 0 to {most}")
+            checked.append(token_id)
+        return checked
+
+    def _check_length(self, field: str, prompt: Prompt, max_tokens_field: str, max_tokens: int | None) -> int:
+        """How many tokens may be generated behind a prompt. Raises `ApiError` if prompt and answer cannot fit."""
+        num_prompt, context = len(prompt.token_ids), self._model.context_length
+        if num_prompt == 0:
+            raise ApiError.invalid(field, f"{field} has no tokens; at least one is needed")
+        if num_prompt >= context:
+            text = (
+                f"{field} has {num_prompt} tokens; the context is {context}, of which one must be left for the answer"
+            )
+            raise ApiError.invalid(field, text, code="context_length_exceeded")
+        if max_tokens is not None and num_prompt + max_tokens > context:
+            room = context - num_prompt
+            text = f"{max_tokens_field} is {max_tokens}; behind {num_prompt} prompt tokens at most {room} fit"
+            raise ApiError.invalid(max_tokens_field, text, code="context_length_exceeded")
+        return context - num_prompt if max_tokens is None else max_tokens
+
+    def _check_logprobs(self, name: str, logprobs: int | None) -> None:
+        if logprobs is not None and logprobs > self._limits.max_logprobs:
+            raise ApiError.invalid(name, f"{name} is {logprobs}; at most {self._limits.max_logprobs} are served")
+
+    def _stop_strings(self, request: GenerationRequest) -> tuple[str, ...]:
+        stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+        if len(stop) > self._limits.max_stop_strings:
+            raise ApiError.invalid(
+                "stop", f"stop has {len(stop)} strings; at most {self._limits.max_stop_strings} are served"
+            )
+        for text in stop:
+            if not 0 < len(text) <= self._limits.max_stop_length:
+                most = self._limits.max_stop_length
+                raise ApiError.invalid("stop", f"stop has a string of {len(text)} characters; it must have 1 to {most}")
+        return tuple(dict.fromkeys(stop))
+
+    def _stop_token_ids(self, request: GenerationRequest) -> tuple[int, ...]:
+        token_ids = self._token_ids("stop_token_ids", request.stop_token_ids or [])
+        if len(token_ids) > self._limits.max_stop_strings:
+            most = self._limits.max_stop_strings
+            raise ApiError.invalid(
+                "stop_token_ids", f"stop_token_ids has {len(token_ids)} ids; at most {most} are served"
+            )
+        return tuple(token_ids)
+
+    def _logit_bias(self, given: Mapping[str, float]) -> dict[int, float]:
+        if len(given) > self._limits.max_logit_bias:
+            most = self._limits.max_logit_bias
+            raise ApiError.invalid("logit_bias", f"logit_bias has {len(given)} entries; at most {most} are served")
+        bias = {}
+        for name, value in given.items():
+            if not (name.isascii() and name.isdecimal() and int(name) < self._model.ready.vocab_size):
+                most = self._model.ready.vocab_size - 1
+                raise ApiError.invalid(
+                    "logit_bias", f"logit_bias has the key {name!r}; keys are token ids from 0 to {most}"
+                )
+            bias[int(name)] = value
+        return bias
+
+    def _speculation(self, wanted: SpeculationConfig | str | None) -> SpeculationConfig | None:
+        """The config a request means. Raises `ApiError` for an unknown name or a method this engine does not have."""
+        if isinstance(wanted, str):
+            if wanted not in self._profiles:
+                hint = did_you_mean(wanted, self._profiles)
+                raise ApiError.invalid("speculation", f"speculation names {wanted!r}, which is no profile; {hint}")
+            wanted = self._profiles[wanted]
+        if wanted is None:
+            return None
+        try:
+            resolve(wanted, set(self._model.ready.methods))
+        except ValueError as error:
+            raise ApiError.invalid("speculation.method", f"speculation: {error}") from error
+        return wanted
+
+    def _encode_text(self, name: str, content: str | list[TextPart]) -> list[int]:
+        token_ids = self._model.tokenizer.encode(_text_of(content), add_special=False)
+        if len(token_ids) > self._model.context_length:
+            raise ApiError.invalid(
+                name, f"{name} has {len(token_ids)} tokens; the context is {self._model.context_length}"
+            )
+        return token_ids
+
+
+def _text_of(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -1,0 +1,120 @@
+"""What Prometheus is told: latencies as clients see them, and the engine's own numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from service.answer import Closing
+from speculation.messages import STEP_SECONDS_BOUNDS, Stats
+
+SHORT: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+LONG: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class EngineCollector(Collector):
+    """The engine's latest `Stats`. Its counters start again with a new engine, as Prometheus expects of a restart."""
+
+    def __init__(self) -> None:
+        self.stats: Stats | None = None
+        self.is_up = False
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("forerun_engine_up", "Whether an engine serves.", value=float(self.is_up))
+        stats = self.stats
+        if stats is None:
+            return
+        yield GaugeMetricFamily("forerun_sequences_waiting", "Sequences in the queue.", value=stats.num_waiting)
+        yield GaugeMetricFamily("forerun_sequences_running", "Sequences in the batch.", value=stats.num_running)
+        states = {"free": stats.blocks_free, "cached": stats.blocks_cached, "in_use": stats.blocks_in_use}
+        blocks = GaugeMetricFamily("forerun_kv_blocks", "Blocks of the KV pool by state.", labels=["state"])
+        for state, count in states.items():
+            blocks.add_metric([state], count)
+        yield blocks
+        yield from _totals(stats.counters)
+        yield _by_position("drafted", "Draft tokens", stats.drafted_per_position)
+        yield _by_position("accepted", "Accepted draft tokens", stats.accepted_per_position)
+        skipped = CounterMetricFamily("forerun_drafts_skipped", "Steps without a draft, by reason.", labels=["reason"])
+        for reason, count in stats.skipped_drafts.items():
+            skipped.add_metric([reason], count)
+        yield skipped
+        buckets = list(zip(map(str, STEP_SECONDS_BOUNDS), map(float, stats.step_seconds_buckets), strict=True))
+        buckets.append(("+Inf", stats.counters.get("steps", 0.0)))
+        steps = HistogramMetricFamily("forerun_step_seconds", "Duration of an engine step.")
+        steps.add_metric([], buckets, stats.step_seconds_sum)
+        yield steps
+
+
+class ServiceMetrics:
+    """All metrics of one service, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.engine = EngineCollector()
+        self.registry.register(self.engine)
+        self.requests = Counter("forerun_requests", "Requests answered.", ["route", "status"], registry=self.registry)
+        self.departures = Counter(
+            "forerun_client_departures", "Clients that left before their answer.", registry=self.registry
+        )
+        self.stalls = Counter("forerun_client_stalls", "Clients dropped for not reading.", registry=self.registry)
+        self.restarts = Counter(
+            "forerun_engine_restarts", "Engines that died and were replaced.", registry=self.registry
+        )
+        self.inter_token = self._histogram("inter_token", "Between two outputs of a sequence.", SHORT)
+        self._ttft = self._histogram("ttft", "From arrival to the first token.", LONG, "method")
+        self._tpot = self._histogram("tpot", "Mean time of a token after the first.", SHORT, "method")
+        self._end_to_end = self._histogram("end_to_end", "From arrival to the last token.", LONG, "method")
+        self._queue = self._histogram("queue", "In the engine's queue.", LONG)
+        self._prefill = self._histogram("prefill", "Computing the prompt.", LONG)
+        self._tokens = Counter("forerun_tokens", "Tokens by kind.", ["kind"], registry=self.registry)
+
+    def observe(self, closing: Closing, method: str) -> None:
+        """Count a request that was answered to its end."""
+        timing = closing.metrics.timing
+        self._ttft.labels(method).observe(timing.ttft)
+        self._end_to_end.labels(method).observe(timing.end_to_end)
+        if timing.tokens > 1:
+            self._tpot.labels(method).observe(timing.tpot)
+        self._queue.observe(timing.queue)
+        self._prefill.observe(timing.prefill)
+        self._tokens.labels("prompt").inc(closing.num_prompt_tokens)
+        self._tokens.labels("cached").inc(closing.num_cached_tokens)
+        self._tokens.labels("completion").inc(closing.num_completion_tokens)
+
+    def render(self) -> bytes:
+        """The page Prometheus reads."""
+        return generate_latest(self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"forerun_{name}_seconds", text, labels, buckets=buckets, registry=self.registry)
+
+
+def _totals(counters: Mapping[str, float]) -> Iterator[Metric]:
+    """The engine's totals; `name:method` counts what one proposer did, and `name` is then left out as their sum."""
+    by_name: dict[str, dict[str, float]] = {}
+    for key, value in counters.items():
+        name, _, method = key.partition(":")
+        by_name.setdefault(name, {})[method] = value
+    for name, values in by_name.items():
+        text = f"Engine total: {name.replace('_', ' ')}."
+        if len(values) == 1 and "" in values:
+            yield CounterMetricFamily(f"forerun_engine_{name}", text, value=values[""])
+            continue
+        family = CounterMetricFamily(f"forerun_engine_{name}", text, labels=["method"])
+        for method, value in values.items():
+            if method:
+                family.add_metric([method], value)
+        yield family
+
+
+def _by_position(verb: str, text: str, counts: list[int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(
+        f"forerun_{verb}_at_position", f"{text} by position in the draft.", labels=["position"]
+    )
+    for position, count in enumerate(counts, start=1):
+        family.add_metric([str(position)], count)
+    return family

@@ -1,0 +1,54 @@
+"""The model as clients know it: its name, its context, its tokenizer and its chat template."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from service.chat_template import ChatTemplate
+from service.errors import ApiError
+from service.settings import Settings
+from service.tokenizer import Tokenizer
+from speculation.messages import Ready
+
+EMBEDDED_NAME = "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the front needs to know of the engine's model."""
+
+    name: str
+    ready: Ready
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    created: int
+    """Seconds since the epoch at which it was loaded."""
+
+    @classmethod
+    def load(cls, settings: Settings, ready: Ready) -> ServedModel:
+        """Read tokenizer and template from the engine's model folder. Raises ValueError if they cannot be used."""
+        folder = Path(ready.model_folder)
+        tokenizer = Tokenizer.load(folder)
+        if tokenizer.vocab_size > ready.vocab_size:
+            raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {ready.vocab_size}")
+        name = settings.server.model_name or default_name(settings.engine.model)
+        return cls(name, ready, tokenizer, ChatTemplate.load(folder), int(time.time()))
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a sequence: the model's positions, or what the KV pool holds beside its null block."""
+        return min(self.ready.max_model_len, (self.ready.num_blocks - 1) * self.ready.block_size)
+
+    def check_name(self, name: str | None) -> None:
+        """Raises `ApiError` (404) for a model that is not served."""
+        if name is not None and name not in {self.name, "default"}:
+            raise ApiError(
+                404, f"model {name!r} is not served here; {self.name!r} is", param="model", code="model_not_found"
+            )
+
+
+def default_name(model: str) -> str:
+    """The name of a model whose operator gave it none."""
+    return EMBEDDED_NAME if model == "embedded" else Path(model).name.removesuffix(".gguf")

@@ -1,0 +1,105 @@
+"""A running service: listens, announces itself, and goes away in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+import structlog
+from aiohttp import web
+
+from service.app import ENGINE_LIFE, SUPERVISOR, create_app
+from service.context import FRONT
+from service.front import Front
+from service.logs import configure_logs
+from service.settings import Settings
+from service.supervisor import EngineStartError
+
+_log = structlog.get_logger("forerun.server")
+
+
+async def serve(settings: Settings, announce: Callable[[str], None]) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status. A second signal ends it at once.
+
+    `announce` is given what a user should read when the service is ready.
+    """
+    configure_logs(settings.engine.log_level)
+    app = create_app(settings)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    stop = asyncio.Event()
+    try:
+        site = web.TCPSite(runner, settings.server.host, settings.server.port)
+        try:
+            await site.start()
+        except OSError as error:
+            _log.error("cannot listen", host=settings.server.host, port=settings.server.port, reason=str(error))
+            return 1
+        _handle_signals(stop)
+        _log.info("listening", url=url_of(runner), engine="loading")
+        return await _until_stopped(app, url_of(runner), stop, announce)
+    finally:
+        await runner.cleanup()
+
+
+async def _until_stopped(app: web.Application, url: str, stop: asyncio.Event, announce: Callable[[str], None]) -> int:
+    front, engine = app[FRONT], app[ENGINE_LIFE]
+    waits = {"stop": asyncio.create_task(stop.wait()), "ready": asyncio.create_task(front.became_ready.wait())}
+    try:
+        done, _ = await asyncio.wait({*waits.values(), engine}, return_when=asyncio.FIRST_COMPLETED)
+        if waits["ready"] in done:
+            announce(greeting(front, url))
+            await asyncio.wait({waits["stop"], engine}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits.values():
+            wait.cancel()
+    if engine.done():
+        return _report(engine)
+    seconds = front.settings.server.shutdown_seconds
+    _log.info("shutting down", seconds=seconds)
+    if not await front.admission.drain(seconds):
+        _log.warning("requests were cut off", still_running=front.client.num_live)
+    front.client.close()
+    app[SUPERVISOR].drain()
+    return 0
+
+
+def _report(engine: asyncio.Task[None]) -> int:
+    """Why the engine is gone although nobody asked."""
+    try:
+        engine.result()
+    except EngineStartError as error:
+        _log.error("cannot serve", reason=str(error))
+    return 1
+
+
+def _handle_signals(stop: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            sys.exit(1)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with suppress(NotImplementedError):
+            loop.add_signal_handler(number, on_signal)
+
+
+def url_of(runner: web.AppRunner) -> str:
+    """Where the service can be reached from this machine."""
+    host, port = runner.addresses[0][:2]
+    name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104 - compared
+    return f"http://{name}:{port}"
+
+
+def greeting(front: Front, url: str) -> str:
+    """Where the service is, with one command to try."""
+    body = '{"messages": [{"role": "user", "content": "Name three primary colours."}], "max_tokens": 64}'
+    return (
+        f"\nforerun serves {front.model.name} at {url}\n({front.model.ready.description})\n\nTry it:\n\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n"
+    )

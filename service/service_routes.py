@@ -1,0 +1,72 @@
+"""The routes that say what is served and how it is: models, speculation, health, metrics."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from service.context import FRONT
+from service.responses import Model, ModelList
+from service.served_model import ServedModel
+from speculation.messages import SpeculationConfig
+
+
+class SpeculationOverview(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of /v1/speculation."""
+
+    default: SpeculationConfig
+    methods: list[str]
+    profiles: dict[str, SpeculationConfig]
+
+
+class Health(msgspec.Struct, frozen=True):
+    """The body of the health routes."""
+
+    status: str
+
+
+def json_response(body: object, *, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+async def models(request: web.Request) -> web.Response:
+    return json_response(ModelList(data=[describe(request.app[FRONT].model)]))
+
+
+async def model(request: web.Request) -> web.Response:
+    served = request.app[FRONT].model
+    served.check_name(request.match_info["name"])
+    return json_response(describe(served))
+
+
+async def speculation(request: web.Request) -> web.Response:
+    front = request.app[FRONT]
+    overview = SpeculationOverview(
+        default=front.settings.engine.speculation, methods=front.model.ready.methods, profiles=front.profiles
+    )
+    return json_response(overview)
+
+
+async def live(_: web.Request) -> web.Response:
+    return json_response(Health("live"))
+
+
+async def ready(request: web.Request) -> web.Response:
+    front = request.app[FRONT]
+    if front.is_ready:
+        return json_response(Health("ready"))
+    return json_response(Health("shutting down" if front.admission.is_draining else "engine not ready"), status=503)
+
+
+async def metrics(request: web.Request) -> web.Response:
+    return web.Response(body=request.app[FRONT].metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def describe(served: ServedModel) -> Model:
+    return Model(
+        id=served.name,
+        created=served.created,
+        max_model_len=served.context_length,
+        description=served.ready.description,
+    )

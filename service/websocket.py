@@ -1,0 +1,276 @@
+"""GET /v1/stream: many generations on one WebSocket."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import Annotated
+
+import msgspec
+import structlog
+from aiohttp import WSCloseCode, WSMsgType, web
+from msgspec import Meta
+
+from service.answer import Answer, Closing
+from service.choice import ChoiceDelta
+from service.context import FRONT
+from service.errors import ApiError, ErrorBody
+from service.event_stream import ClientStalledError, drop, limit_writes
+from service.front import Front, GenerationBody
+from service.request_metrics import Metrics
+from service.responses import Usage
+from service.schema import ChatCompletionRequest, CompletionRequest
+from service.validation import parse_body
+
+Id = Annotated[str, Meta(min_length=1, max_length=128)]
+PING_SECONDS = 30.0
+SOCKETS = web.AppKey[set[web.WebSocketResponse]]("sockets")
+_log = structlog.get_logger("forerun.websocket")
+
+
+class Generate(msgspec.Struct, frozen=True, tag_field="type", tag="generate", forbid_unknown_fields=True):
+    """In: start a generation. `request` is the body of either POST route, told apart by `messages` or `prompt`."""
+
+    id: Id
+    request: msgspec.Raw
+
+
+class Cancel(msgspec.Struct, frozen=True, tag_field="type", tag="cancel", forbid_unknown_fields=True):
+    """In: end a generation. It still finishes, with the reason "abort"; unknown ids are ignored."""
+
+    id: Id
+
+
+class Incoming(msgspec.Struct, frozen=True):
+    """What is read of every message first."""
+
+    type: str
+    id: Id | None = None
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="started"):
+    """Out: the request is understood and queued."""
+
+    id: str
+    model: str
+    seed: int
+    prompt_tokens: int
+
+
+class Token(msgspec.Struct, frozen=True):
+    """One token of a `tokens` message."""
+
+    id: int
+    logprob: float | None
+    source: str
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="tokens"):
+    """Out: what is new of one choice."""
+
+    id: str
+    index: int
+    text: str
+    tokens: list[Token]
+
+
+class FinishedChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """How one choice ended."""
+
+    index: int
+    finish_reason: str
+    stop_reason: str | int | None
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="finished"):
+    """Out: every choice has ended. The last message of its id."""
+
+    id: str
+    choices: list[FinishedChoice]
+    usage: Usage
+    metrics: Metrics
+    seed: int
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="error"):
+    """Out: the generation is over, or (without id) a message was not understood."""
+
+    id: str | None
+    error: ErrorBody
+
+
+Outgoing = Started | Tokens | Finished | Failed
+
+
+async def stream(request: web.Request) -> web.WebSocketResponse:
+    """Serve one socket until its client closes it or leaves; then everything it asked for ends."""
+    front = request.app[FRONT]
+    socket = web.WebSocketResponse(
+        heartbeat=PING_SECONDS, max_msg_size=front.settings.limits.max_body_bytes, compress=False
+    )
+    await socket.prepare(request)
+    limit_writes(request)
+    sockets = request.app[SOCKETS]
+    sockets.add(socket)
+    try:
+        await Conversation(request, socket, front).run()
+    finally:
+        sockets.discard(socket)
+    return socket
+
+
+async def close_sockets(app: web.Application) -> None:
+    """Signal handler: tell every client that the service goes away."""
+    for socket in app[SOCKETS].copy():
+        await socket.close(code=WSCloseCode.GOING_AWAY, message=b"the service is shutting down")
+
+
+class Conversation:
+    """What goes on over one socket: a task for each generation, all ended when the socket is."""
+
+    def __init__(self, request: web.Request, socket: web.WebSocketResponse, front: Front) -> None:
+        self._request = request
+        self._socket = socket
+        self._front = front
+        self._running: dict[str, Running] = {}
+        self._encode = msgspec.json.Encoder().encode
+
+    async def run(self) -> None:
+        """Read messages until the client is gone."""
+        async with asyncio.TaskGroup() as tasks:
+            try:
+                async for message in self._socket:
+                    if message.type in {WSMsgType.TEXT, WSMsgType.BINARY}:
+                        data = message.data.encode() if message.type is WSMsgType.TEXT else message.data
+                        await self._handle(data, tasks)
+            finally:
+                for running in self._running.values():
+                    running.task.cancel()
+
+    async def _handle(self, data: bytes, tasks: asyncio.TaskGroup) -> None:
+        message_id: str | None = None
+        try:
+            tree = parse_body(data, Incoming)
+            message_id = tree.id
+            match tree.type:
+                case "generate":
+                    self._start(parse_body(data, Generate), tasks)
+                case "cancel":
+                    if (running := self._running.get(parse_body(data, Cancel).id)) is not None:
+                        running.cancel()
+                case _:
+                    raise ApiError.invalid("type", f"type is {tree.type!r}; it must be 'generate' or 'cancel'")
+        except ApiError as error:
+            await self._send(Failed(id=message_id, error=error.body))
+
+    def _start(self, message: Generate, tasks: asyncio.TaskGroup) -> None:
+        if message.id in self._running:
+            raise ApiError.invalid("id", f"id {message.id!r} is in use on this socket; choose another")
+        most = self._front.settings.limits.max_socket_requests
+        if len(self._running) >= most:
+            raise ApiError.overloaded(f"{most} generations run on this socket; wait for one to end, or cancel it")
+        body = read_body(message.request)
+        self._running[message.id] = Running(tasks.create_task(self._serve(message.id, body)))
+
+    async def _serve(self, message_id: str, body: GenerationBody) -> None:
+        """One generation, from `started` to `finished` or `error`."""
+        arrived_at = time.perf_counter()
+        generation_id = f"ws-{uuid.uuid4().hex}"
+        structlog.contextvars.bind_contextvars(generation=generation_id)
+        try:
+            async with self._front.generate(generation_id, body, arrived_at) as answer:
+                await self._answer(message_id, answer)
+            _log.info("generation", seconds=round(time.perf_counter() - arrived_at, 6))
+        except ApiError as error:
+            _log.info("generation failed", status=error.status, reason=str(error))
+            await self._send(Failed(id=message_id, error=error.body))
+        finally:
+            del self._running[message_id]
+
+    async def _answer(self, message_id: str, answer: Answer) -> None:
+        generation = answer.generation
+        await self._send(
+            Started(
+                id=message_id,
+                model=self._front.model.name,
+                seed=generation.sampling.seed,
+                prompt_tokens=sum(len(prompt.token_ids) for prompt in generation.prompts),
+            )
+        )
+        self._running[message_id].begin(answer)
+        finished: list[FinishedChoice] = []
+        async for deltas in answer.deltas():
+            for delta in deltas:
+                if delta.text or delta.token_ids:
+                    await self._send(_tokens(message_id, delta))
+                if delta.finish_reason is not None:
+                    finished.append(
+                        FinishedChoice(
+                            index=delta.index, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason
+                        )
+                    )
+        await self._send(_finished(message_id, finished, answer.closing))
+
+    async def _send(self, message: Outgoing) -> None:
+        """Send one message. A client that does not read is dropped; one that left ends the conversation."""
+        stall_seconds = self._front.settings.server.stall_seconds
+        try:
+            async with asyncio.timeout(stall_seconds):
+                await self._socket.send_frame(self._encode(message), WSMsgType.TEXT)
+        except TimeoutError:
+            drop(self._request)
+            raise ClientStalledError(f"the client read nothing for {stall_seconds:g} s") from None
+
+
+class Running:
+    """A generation under way, which can be cancelled before and after it has begun to answer."""
+
+    def __init__(self, task: asyncio.Task[None]) -> None:
+        self.task = task
+        self._answer: Answer | None = None
+        self._is_cancelled = False
+
+    def begin(self, answer: Answer) -> None:
+        self._answer = answer
+        if self._is_cancelled:
+            answer.abort()
+
+    def cancel(self) -> None:
+        """End it: what was generated is kept, and it finishes with the reason "abort"."""
+        self._is_cancelled = True
+        if self._answer is not None:
+            self._answer.abort()
+
+
+def read_body(raw: msgspec.Raw) -> GenerationBody:
+    """The request inside a `generate` message; logprobs of the tokens themselves are always wanted."""
+    data = bytes(raw)
+    fields = parse_body(data, RequestKind)
+    if (fields.messages is None) == (fields.prompt is None):
+        raise ApiError.invalid("request", "request must have either messages (chat) or prompt (text)")
+    if fields.messages is not None:
+        chat = parse_body(data, ChatCompletionRequest)
+        return msgspec.structs.replace(chat, logprobs=True)
+    completion = parse_body(data, CompletionRequest)
+    return completion if completion.logprobs is not None else msgspec.structs.replace(completion, logprobs=0)
+
+
+class RequestKind(msgspec.Struct, frozen=True):
+    """Which of the two requests a body is."""
+
+    messages: msgspec.Raw | None = None
+    prompt: msgspec.Raw | None = None
+
+
+def _tokens(message_id: str, delta: ChoiceDelta) -> Tokens:
+    rows = delta.logprobs or [None] * len(delta.token_ids)
+    tokens = [
+        Token(token_id, None if row is None else row.logprob, source)
+        for token_id, row, source in zip(delta.token_ids, rows, delta.sources, strict=True)
+    ]
+    return Tokens(id=message_id, index=delta.index, text=delta.text, tokens=tokens)
+
+
+def _finished(message_id: str, choices: list[FinishedChoice], closing: Closing) -> Finished:
+    return Finished(id=message_id, choices=choices, usage=Usage.of(closing), metrics=closing.metrics, seed=closing.seed)
