@@ -25,6 +25,8 @@ class DraftContext:
     config: SpeculationConfig
     cache_salt: str = ""
     """Tenants with different salts must not learn of one another's text through what gets accepted."""
+    min_confidence: float = 0.0
+    """A path less likely than this does not pay verifying. A proposer that knows its confidences need not draft it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -64,15 +65,20 @@ class Draft:
     def trim(self, num_nodes: int, max_depth: int | None = None) -> Draft:
         """The first `num_nodes` nodes no deeper than `max_depth`: a prefix of a topological order is a tree."""
         depths = self.depths
-        kept = [i for i in range(len(self)) if max_depth is None or depths[i] <= max_depth][: max(num_nodes, 0)]
-        if len(kept) == len(self):
+        return self.keep(
+            [i for i in range(len(self)) if max_depth is None or depths[i] <= max_depth][: max(num_nodes, 0)]
+        )
+
+    def keep(self, nodes: Sequence[int]) -> Draft:
+        """The tree of these nodes, given in ascending order, each with its parent among them. Empty says no reason."""
+        if len(nodes) == len(self):
             return self
-        renumbered = {old: new for new, old in enumerate(kept)} | {-1: -1}
+        renumbered = {old: new for new, old in enumerate(nodes)} | {-1: -1}
         return Draft(
-            tuple(self.token_ids[i] for i in kept),
-            tuple(renumbered[self.parents[i]] for i in kept),
+            tuple(self.token_ids[i] for i in nodes),
+            tuple(renumbered[self.parents[i]] for i in nodes),
             self.source,
-            None if self.confidences is None else tuple(self.confidences[i] for i in kept),
+            None if self.confidences is None else tuple(self.confidences[i] for i in nodes),
             self.match_length,
         )
 

@@ -1,0 +1,194 @@
+"""The proposers a service has, and who drafts for which sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from time import perf_counter
+from typing import Protocol
+
+import torch
+
+from draft.config import MODEL_FREE_METHODS, SingleConfig, SpeculationConfig, bounds_of, method_of, single_configs
+from draft.proposer import DraftContext, Features, Proposer
+from draft.tree import Draft
+
+
+class DraftControl(Protocol):
+    """Who decides how much is drafted, and whether a draft is good enough not to ask the next proposer."""
+
+    def limits(self, contexts: Sequence[DraftContext]) -> list[int]:
+        """Most nodes each context's own method (`context.config`) may draft; 0 skips it: it does not pay."""
+
+    @property
+    def min_confidence(self) -> float:
+        """The least chance of a path for which verifying one more node pays; 0 takes everything."""
+
+    def hope(self, context: DraftContext, config: SingleConfig) -> float:
+        """What asking `config`'s method is expected to bring, in tokens a step, net of what drafting costs."""
+
+    def appraise(self, context: DraftContext, draft: Draft) -> float:
+        """What a draft by `context.config` is expected to bring, in tokens a step, net of what verifying it costs."""
+
+    def note_drafting(self, method: str, drafts: Sequence[Draft], seconds: float) -> None:
+        """One proposer has drafted for several sequences in so many seconds."""
+
+
+class AsConfigured:
+    """Control without a controller: every proposer drafts as much as its config allows, the first draft is taken.
+
+    Where the config says "auto" that is `auto` nodes.
+    """
+
+    min_confidence = 0.0
+
+    def __init__(self, auto: int = 8) -> None:
+        self._auto = auto
+
+    def limits(self, contexts: Sequence[DraftContext]) -> list[int]:
+        all_bounds = [bounds_of(single_configs(context.config)[0]) for context in contexts]
+        return [bounds.num_nodes if bounds.is_fixed else min(bounds.num_nodes, self._auto) for bounds in all_bounds]
+
+    def hope(self, context: DraftContext, config: SingleConfig) -> float:
+        return 0.0
+
+    def appraise(self, context: DraftContext, draft: Draft) -> float:
+        return inf if draft else 0.0
+
+    def note_drafting(self, method: str, drafts: Sequence[Draft], seconds: float) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One sequence while it is being drafted for: which methods are still to be asked, and the best draft so far."""
+
+    context: DraftContext
+    most: int
+    configs: list[SingleConfig]
+    best: Draft
+    value: float = 0.0
+
+    @property
+    def next_method(self) -> str:
+        return method_of(self.configs[0])
+
+
+class Roster:
+    """All proposers behind one door: any resolved config of any sequence, a single method or `first`.
+
+    The methods of a `first` config are asked in order until one drafts something that is worth more than what the rest
+    is expected to bring. Sequences that wait for the same method are asked together: lookups first, which cost little,
+    then each model once, for all that came to it.
+    """
+
+    def __init__(self, proposers: Mapping[str, Proposer], *, clock: Callable[[], float] = perf_counter) -> None:
+        """`proposers` by method."""
+        self._proposers = dict(proposers)
+        self._clock = clock
+        self._methods: dict[int, tuple[str, ...]] = {}
+
+    @property
+    def methods(self) -> frozenset[str]:
+        """Methods it can serve."""
+        return frozenset(self._proposers)
+
+    def feature_layers(self, config: SpeculationConfig) -> tuple[int, ...]:
+        """Layers of whose hidden states some proposer of this config learns, ascending."""
+        wanted = {layer for single in single_configs(config) for layer in self._of(single).needs_features}
+        return tuple(sorted(wanted))
+
+    def start(
+        self,
+        seq_id: int,
+        config: SpeculationConfig,
+        token_ids: Sequence[int],
+        *,
+        cache_salt: str = "",
+        prediction: Sequence[int] = (),
+    ) -> None:
+        """A sequence begins, with the proposers its config names. Raises ValueError if it has, or one is not here."""
+        if seq_id in self._methods:
+            raise ValueError(f"sequence {seq_id} was started already")
+        singles = single_configs(config)
+        for proposer in [self._of(single) for single in singles]:
+            proposer.start(seq_id, token_ids, cache_salt=cache_salt, prediction=prediction)
+        self._methods[seq_id] = tuple(method_of(single) for single in singles)
+
+    def propose(self, contexts: Sequence[DraftContext], most: Sequence[int], control: DraftControl) -> list[Draft]:
+        """One draft a context, in order, of at most `most[i]` (> 0) nodes; empty drafts say why."""
+        turns = [
+            _Turn(context, limit, list(single_configs(context.config)), Draft.none("disabled"))
+            for context, limit in zip(contexts, most, strict=True)
+        ]
+        while waiting := [turn for turn in turns if turn.configs]:
+            method = min((turn.next_method for turn in waiting), key=lambda name: name not in MODEL_FREE_METHODS)
+            self._ask(method, [turn for turn in waiting if turn.next_method == method], control)
+        return [turn.best for turn in turns]
+
+    def _ask(self, method: str, turns: Sequence[_Turn], control: DraftControl) -> None:
+        """One method drafts for all that wait for it, but those for which it does not pay."""
+        contexts = [replace(turn.context, config=turn.configs[0]) for turn in turns]
+        asked: list[tuple[_Turn, DraftContext]] = []
+        limits: list[int] = []
+        for turn, context, limit in zip(turns, contexts, control.limits(contexts), strict=True):
+            if limit > 0:
+                is_fixed = bounds_of(turn.configs[0]).is_fixed
+                asked.append((turn, context if is_fixed else replace(context, min_confidence=control.min_confidence)))
+                limits.append(min(limit, turn.most))
+            else:
+                self._settle(turn, context, Draft.none("does_not_pay", method), 0.0, control)
+        if not asked:
+            return
+        started = self._clock()
+        drafts = self._proposers[method].propose([context for _, context in asked], limits)
+        control.note_drafting(method, drafts, self._clock() - started)
+        for (turn, context), draft in zip(asked, drafts, strict=True):
+            self._settle(turn, context, draft, control.appraise(context, draft), control)
+
+    @staticmethod
+    def _settle(turn: _Turn, context: DraftContext, draft: Draft, value: float, control: DraftControl) -> None:
+        """Keep the better draft, and go on to the next method only where that may do better still."""
+        is_first = turn.best.skipped == "disabled"
+        if is_first or value > turn.value or (draft and not turn.best):
+            turn.best, turn.value = draft, value
+        del turn.configs[0]
+        if draft and value >= max((control.hope(context, config) for config in turn.configs), default=0.0):
+            turn.configs.clear()
+
+    def commit(self, seq_id: int, token_ids: Sequence[int], features: Features | None) -> None:
+        """Tokens were appended. `features` has the columns of `feature_layers` of the sequence's config, in order."""
+        names = self._methods_of(seq_id)
+        layers = sorted({layer for name in names for layer in self._proposers[name].needs_features})
+        for name in names:
+            needed = self._proposers[name].needs_features
+            mine = None if features is None or not needed else _columns(features, layers, needed)
+            if token_ids or mine is not None:
+                self._proposers[name].commit(seq_id, token_ids, mine)
+
+    def finish(self, seq_id: int) -> None:
+        """The sequence has ended. Raises ValueError for one that was not started."""
+        for name in self._methods_of(seq_id):
+            self._proposers[name].finish(seq_id)
+        del self._methods[seq_id]
+
+    def _of(self, single: SingleConfig) -> Proposer:
+        proposer = self._proposers.get(method_of(single))
+        if proposer is None:
+            served = ", ".join(sorted(self._proposers))
+            raise ValueError(f"method {method_of(single)!r} is not served here; one of {served}")
+        return proposer
+
+    def _methods_of(self, seq_id: int) -> tuple[str, ...]:
+        if seq_id not in self._methods:
+            raise ValueError(f"sequence {seq_id} was never started, or has finished")
+        return self._methods[seq_id]
+
+
+def _columns(features: Features, layers: Sequence[int], needed: Sequence[int]) -> Features:
+    """The columns of `needed` layers, in that order, out of states that carry `layers` side by side."""
+    if tuple(needed) == tuple(layers):
+        return features
+    blocks = torch.tensor_split(features.states, len(layers), dim=1)
+    return Features(features.start, torch.cat([blocks[layers.index(layer)] for layer in needed], dim=1))
