@@ -69,9 +69,10 @@ class RedisStore:
                 url,
                 protocol=3,
                 max_connections=max_connections,
-                timeout=timeout_seconds,
-                socket_timeout=timeout_seconds,
-                socket_connect_timeout=timeout_seconds,
+                # One clock for the whole call, in `_bounded`: waiting for a connection, opening it, and the answer.
+                timeout=None,
+                socket_timeout=None,
+                socket_connect_timeout=None,
                 # One more try, within the same timeout: after a restart of the server each idle connection is found
                 # dead when it is used next, and a live one is to be had. Every script may run twice.
                 retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),

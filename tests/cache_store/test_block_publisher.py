@@ -123,6 +123,18 @@ async def test_a_lost_answer_does_not_cost_a_resynchronisation() -> None:
         assert await store.lookup(HASHES, ["a"]) == {"a": 4}
 
 
+async def test_a_gap_found_while_publishing_is_repaired_at_once() -> None:
+    """A store that forgot the engine between two heartbeats knows everything again after the next batch."""
+    store = UnsureStore()
+    publisher = BlockPublisher(store, StoreHealth(), "a")
+    publisher.change(HASHES[:3], [])
+    await try_to_publish(publisher)
+    store.failures = ["forget"]
+    publisher.change(HASHES[3:4], [])
+    await publisher.publish()
+    assert await store.lookup(HASHES, ["a"]) == {"a": 4}
+
+
 async def test_an_outage_of_any_length_costs_bounded_memory() -> None:
     """While nothing can be published, what is kept is at most what the engine held before and holds now."""
     store = UnsureStore()
@@ -158,3 +170,24 @@ async def test_the_loop_announces_and_publishes_until_it_is_cancelled() -> None:
     assert await store.engines() == [status_of(publisher)]
     running.cancel()
     assert isinstance((await asyncio.gather(running, return_exceptions=True))[0], asyncio.CancelledError)
+
+
+async def test_the_loop_announces_itself_first_after_an_outage() -> None:
+    """A store that comes back without its memory hears of the engine at once, however rare heartbeats are."""
+    store = UnsureStore()
+    health = StoreHealth(first_retry_seconds=0.001)
+    publisher = BlockPublisher(store, health, "a")
+    running = asyncio.create_task(
+        publisher.run(lambda: status_of(publisher), heartbeat_seconds=600.0, publish_seconds=0.001)
+    )
+    while not store.batches:
+        await asyncio.sleep(0.001)
+    await store.leave("a")
+    store.failures = ["before", "before"]
+    publisher.change(HASHES, [])
+    while await store.engines() != [status_of(publisher)]:
+        await asyncio.sleep(0.001)
+    while await store.lookup(HASHES, ["a"]) != {"a": len(HASHES)}:
+        await asyncio.sleep(0.001)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)

@@ -172,6 +172,20 @@ async def test_a_silent_engine_is_gone_with_its_blocks(open_store: Callable[[Ret
     assert await store.announce(status()) is None
 
 
+async def test_heartbeats_keep_an_engine_and_its_blocks() -> None:
+    """An engine that announces itself in time holds its blocks for as long as it does, and no longer."""
+    now = 0.0
+    store = MemoryStore(Retention(ttl_seconds=5.0), clock=lambda: now)
+    await store.publish(batch(1, HASHES, reset=True))
+    for _ in range(10):
+        assert await store.announce(status()) == 1
+        now += 4.0
+    assert await store.lookup(HASHES, ["a"]) == {"a": 25}
+    now += 1.0
+    assert await store.lookup(HASHES, ["a"]) == {"a": 0}
+    assert await store.engines() == []
+
+
 async def test_prefixes_are_ranked_by_use(store: MetadataStore) -> None:
     """The most used prefix comes first, with its length and about as many uses as there were."""
     await store.record([use(0, 16), use(1, 32), use(1, 32)])

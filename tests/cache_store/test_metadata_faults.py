@@ -81,7 +81,8 @@ async def test_a_hanging_server_costs_one_timeout(start_redis: StartRedis, open_
     store = open_store(server.url, timeout_seconds=0.2)
     assert await ask_everything(open_store(server.url)) == [None] * 7
     server.pause()
-    assert {type(error) for error in await ask_everything(store)} == {StoreUnavailable}
+    async with asyncio.timeout(5.0):
+        assert {str(error) for error in await ask_everything(store)} == {"no answer within 0.2 s"}
     server.resume()
     patient = open_store(server.url)
     await patient.publish(BlockBatch(engine_id="b", instance="1", sequence=1, reset=True, stored=HASHES))
@@ -152,6 +153,41 @@ async def test_scripts_are_loaded_again_after_a_flush(start_redis: StartRedis, o
     assert await ask_everything(store) == [None] * 7
     server.flush()
     assert await ask_everything(store) == [None] * 7
+
+
+async def test_a_set_that_was_evicted_is_noticed(start_redis: StartRedis, open_store: OpenStore) -> None:
+    """If a server short of memory dropped an engine's blocks, a heartbeat tells so, and a batch too."""
+    server = start_redis()
+    store = open_store(server.url)
+    await store.publish(BlockBatch(engine_id="a", instance="1", sequence=1, reset=True, stored=HASHES))
+    server.command("DEL", "{forerun}:blocks:a")
+    status = EngineStatus(engine_id="a", instance="1", address="here", model_fingerprint="m")
+    assert await store.announce(status) is None
+    assert not await store.publish(BlockBatch(engine_id="a", instance="1", sequence=2, stored=HASHES))
+
+
+async def test_an_engine_that_holds_nothing_is_still_known(start_redis: StartRedis, open_store: OpenStore) -> None:
+    """An empty set is not mistaken for one that was lost."""
+    store = open_store(start_redis().url)
+    await store.publish(BlockBatch(engine_id="a", instance="1", sequence=1, reset=True, stored=HASHES))
+    assert await store.publish(BlockBatch(engine_id="a", instance="1", sequence=2, evicted=HASHES))
+    assert await store.publish(BlockBatch(engine_id="a", instance="1", sequence=3, stored=HASHES[:1]))
+    assert await store.lookup(HASHES, ["a"]) == {"a": 1}
+
+
+async def test_a_lost_engine_is_removed_by_the_heartbeats_of_others(
+    start_redis: StartRedis, open_store: OpenStore
+) -> None:
+    """What a dead engine last said does not stay for as long as others live."""
+    server = start_redis()
+    store = open_store(server.url)
+    for engine_id in ("a", "b"):
+        await store.announce(EngineStatus(engine_id=engine_id, instance="1", address="here", model_fingerprint="m"))
+    server.command("ZADD", "{forerun}:heard", "1", "a")
+    assert [each.engine_id for each in await store.engines()] == ["b"]
+    await store.announce(EngineStatus(engine_id="b", instance="1", address="here", model_fingerprint="m"))
+    assert server.command("HLEN", "{forerun}:engines") == ":1"
+    assert server.command("ZCARD", "{forerun}:heard") == ":1"
 
 
 async def test_every_key_expires_and_is_in_the_namespace(start_redis: StartRedis, open_store: OpenStore) -> None:
@@ -284,6 +320,7 @@ async def test_the_picture_is_true_again_after_an_outage(
     while {h for h in HASHES if await observer.lookup([h], ["a"]) == {"a": 1}} != expected:
         await asyncio.sleep(0.01)
     await until(lambda: health.is_up)
-    assert await observer.engines() == [status_of(publisher)]
+    while await observer.engines() != [status_of(publisher)]:
+        await asyncio.sleep(0.01)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
