@@ -39,9 +39,10 @@ def levels_of(experiment: Experiment, tally: Tally, arms: list[int]) -> Levels |
     if (moments.sums[:, (ratio.COUNT, ratio.TIME, ratio.SIZE)] <= 0.0).any():
         return None
     # A slot's arm makes the queue that its requests meet, so the load is no covariate there.
-    covariates = ratio.LENGTHS if isinstance(definition.allocation, Switchback) else ratio.COVARIATES
+    is_switchback = isinstance(definition.allocation, Switchback)
+    covariates = ratio.LENGTHS if is_switchback else ratio.COVARIATES
     with np.errstate(all="ignore"):
-        return Levels(arms, ratio.unadjusted(moments), ratio.adjusted(moments, covariates))
+        return Levels(arms, ratio.unadjusted(moments), ratio.adjusted(moments, covariates, is_paired=is_switchback))
 
 
 def compare(definition: Definition, levels: Levels) -> list[Comparison]:

@@ -188,4 +188,9 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tally_key(self) -> str:
         """Where the numbers of the present phase are kept: those of a cool-down are not mixed with the experiment's."""
-        return f"{self.salt}-watch" if self.status == "promoted" else self.salt
+        return self.keys[1] if self.is_cooling_down else self.keys[0]
+
+    @property
+    def keys(self) -> tuple[str, str]:
+        """Of the experiment, and of its cool-down."""
+        return self.salt, f"{self.salt}-watch"

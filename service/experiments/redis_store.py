@@ -22,6 +22,7 @@ from typing import Any
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.commands.core import AsyncScript
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
@@ -110,7 +111,11 @@ class RedisExperimentStore:
             )
         )
         register = self._client.register_script
-        self._scripts = {name: register(globals()[name]) for name in ("WRITE", "READ", "ADD", "TALLY", "LEAD")}
+        self._write = register(WRITE)
+        self._read = register(READ)
+        self._add = register(ADD)
+        self._tally = register(TALLY)
+        self._lead = register(LEAD)
 
     async def revision(self) -> int:
         async with self._bounded():
@@ -118,7 +123,7 @@ class RedisExperimentStore:
 
     async def read(self) -> Snapshot:
         """See `ExperimentStore`."""
-        revision, documents = await self._run("READ", ["documents", "revision"], [])
+        revision, documents = await self._run(self._read, ["documents", "revision"], [])
         names = [name.decode() for name in documents[::2]]
         return Snapshot(int(revision), dict(zip(names, documents[1::2], strict=True)))
 
@@ -127,7 +132,7 @@ class RedisExperimentStore:
         args: list[Any] = [expected_revision]
         for name, document in changes.items():
             args += [name, int(document is not None), document or b""]
-        return bool(await self._run("WRITE", ["documents", "revision"], args))
+        return bool(await self._run(self._write, ["documents", "revision"], args))
 
     async def add(self, key: str, front: str, number: int, tally: Tally) -> None:
         """See `ExperimentStore`."""
@@ -136,11 +141,11 @@ class RedisExperimentStore:
             args += [name, repr(float(amount))]
         for unit, arm in tally.units.items():
             args += [unit, f"{unit} {arm}"]
-        await self._run("ADD", [f"tally:{key}", f"units:{key}", f"number:{key}:{front}"], args)
+        await self._run(self._add, [f"tally:{key}", f"units:{key}", f"number:{key}:{front}"], args)
 
     async def tally(self, key: str) -> Tally:
         """See `ExperimentStore`."""
-        sums, units = await self._run("TALLY", [f"tally:{key}", f"units:{key}"], [])
+        sums, units = await self._run(self._tally, [f"tally:{key}", f"units:{key}"], [])
         names = [name.decode() for name in sums[::2]]
         return Tally(
             sums=dict(zip(names, map(float, sums[1::2]), strict=True)),
@@ -153,12 +158,12 @@ class RedisExperimentStore:
 
     async def trace(self, key: str) -> bytes | None:
         async with self._bounded():
-            trace: bytes | None = await self._client.get(self._key(f"trace:{key}"))
-            return trace
+            trace: Any = await self._client.get(self._key(f"trace:{key}"))
+            return None if trace is None else bytes(trace)
 
     async def lead(self, front: str, seconds: float) -> bool:
         """See `ExperimentStore`."""
-        return bool(await self._run("LEAD", ["leader"], [front, round(1000 * seconds)]))
+        return bool(await self._run(self._lead, ["leader"], [front, round(1000 * seconds)]))
 
     async def forget(self, key: str) -> None:
         """See `ExperimentStore`."""
@@ -171,9 +176,9 @@ class RedisExperimentStore:
     def _key(self, name: str) -> str:
         return self._prefix + name
 
-    async def _run(self, script: str, keys: list[str], args: list[Any]) -> Any:
+    async def _run(self, script: AsyncScript, keys: list[str], args: list[Any]) -> Any:
         async with self._bounded():
-            return await self._scripts[script]([self._key(name) for name in keys], args)
+            return await script([self._key(name) for name in keys], args)
 
     @asynccontextmanager
     async def _bounded(self) -> AsyncIterator[None]:

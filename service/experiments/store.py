@@ -29,7 +29,8 @@ class ExperimentStore(Protocol):
 
     async def add(self, key: str, front: str, number: int, tally: Tally) -> None:
         """Add what a front has seen. A front numbers what it sends to a key; a number that came before is not counted
-        again, so that a front may repeat what it got no answer to."""
+        again, so that a front may repeat what it got no answer to.
+        """
         ...
 
     async def tally(self, key: str) -> Tally:

@@ -10,6 +10,7 @@ them as the fields of one hash:
 | q.metric.arm.g.b | requests of group g whose metric lies in bin b                      | for guarded metrics      |
 | e.arm.g, t.arm.g | failed requests of group g, and all of them                         | always                   |
 | n.arm.what       | finished, failed, aborted, analysed, audited, diverged              | always                   |
+| c.what           | considered, matched, assigned                                       | always                   |
 | x.arm, v.arm     | analysed requests expected in an arm, and the variance of their number | units are requests    |
 
 With adaptive allocation requests weigh the inverse of their arm's share (see `statistics.allocation`), but in n, x, v.

@@ -53,7 +53,7 @@ def report_on(experiment: Experiment, tally: Tally) -> Report:
     """Everything there is to say about an experiment, or its cool-down, now."""
     definition = experiment.definition
     promotion = experiment.promotion
-    is_watch = experiment.status == "promoted" and promotion is not None
+    is_watch = experiment.is_cooling_down
     arms = [*range(len(definition.arms))]
     if is_watch and promotion is not None:
         arms = sorted({0, promotion.arm})
@@ -84,8 +84,20 @@ def report_on(experiment: Experiment, tally: Tally) -> Report:
         comparisons=comparisons,
         guardrails=guardrails,
         sample_ratio=sample_ratio,
-        warnings=experiment.warnings,
+        warnings=[*experiment.warnings, *_seen_warnings(experiment, tally)],
     )
+
+
+def _seen_warnings(experiment: Experiment, tally: Tally) -> list[str]:
+    """What the traffic shows to be a mistake in the definition."""
+    definition = experiment.definition
+    considered, matched, assigned = (tally.sums.get(f"c.{what}", 0.0) for what in ("considered", "matched", "assigned"))
+    warnings = []
+    if considered >= 100 and matched == 0:
+        warnings.append(f"filter matches none of the {considered:,.0f} requests so far")
+    if matched >= 100 and assigned == 0:
+        warnings.append(f"none of the {matched:,.0f} requests that match has the unit {definition.unit}")
+    return warnings
 
 
 def conclude(

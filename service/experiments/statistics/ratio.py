@@ -63,13 +63,18 @@ def unadjusted(moments: Moments) -> Levels:
     return _levels(np.log(means[..., TIME] / means[..., SIZE]), gradient, covariance, _clusters(moments), 1)
 
 
-def adjusted(moments: Moments, covariates: tuple[int, ...] = COVARIATES) -> Levels:
-    """Time per token of every arm at the mix of requests of all arms together."""
+def adjusted(moments: Moments, covariates: tuple[int, ...] = COVARIATES, *, is_paired: bool = False) -> Levels:
+    """Time per token of every arm at the mix of requests of all arms together.
+
+    `is_paired`: each cluster holds all arms, as a block of time slots does. What arms have in common then cancels, and
+    one slope for all is fitted to how they differ within a cluster.
+    """
     means, covariance = _means(moments)
     num_arms = means.shape[-2]
     chosen = list(covariates)
     arms = np.arange(num_arms)
-    slopes = _slopes(covariance, chosen)
+    own = _within_clusters(covariance) if is_paired else np.einsum("...kfkg->...kfg", covariance)
+    slopes = _slopes(own, chosen)
     share = moments.sums[..., COUNT] / moments.sums[..., COUNT].sum(-1, keepdims=True)
     pooled = np.einsum("...k,...kf->...f", share, means)
     shift = means[..., chosen] - pooled[..., None, chosen]
@@ -104,9 +109,19 @@ def _means(moments: Moments) -> tuple[Floats, Floats]:
     return means, second / (counts[..., :, None, None, None] * counts[..., None, None, :, None])
 
 
-def _slopes(covariance: Floats, chosen: list[int]) -> Floats:
-    """Each arm's regression of time on the chosen covariates, (..., arms, covariates); 0 for one that does not vary."""
-    own = np.einsum("...kfkg->...kfg", covariance)
+def _within_clusters(covariance: Floats) -> Floats:
+    """How arms deviate from their mean within a cluster, the same for every arm: (..., arms, fields, fields)."""
+    num_arms = covariance.shape[-2]
+    contrast = np.eye(num_arms) - 1.0 / num_arms
+    pooled = np.einsum("kl,...kflg->...fg", contrast, covariance)
+    return np.repeat(pooled[..., None, :, :], num_arms, axis=-3)
+
+
+def _slopes(own: Floats, chosen: list[int]) -> Floats:
+    """Each arm's regression of time on the chosen covariates, (..., arms, covariates); 0 for one that does not vary.
+
+    own: (..., arms, fields, fields), covariances.
+    """
     inner = own[..., chosen, :][..., chosen]
     outer = own[..., chosen, TIME]
     deviation = np.sqrt(np.maximum(np.einsum("...cc->...c", inner), 0.0))

@@ -1,0 +1,244 @@
+"""All profiles and experiments at one revision of the store, and every change that can be made to them.
+
+A change is a function from a book to the documents that differ: it is computed from what is, and written only if that
+is still so. Two fronts can therefore not both start experiments on the same traffic.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from service.errors import ApiError, did_you_mean
+from service.experiments.model import Arm, Definition, Experiment, Profile, Promote, Promotion
+from service.experiments.store import Snapshot
+from service.experiments.validation import initial_weights, overlapping, resolve_arms
+from speculation.messages import SpeculationConfig
+
+MAX_PROFILES = 200
+MAX_EXPERIMENTS = 200
+
+Changes = dict[str, object]
+"""Documents by name; None removes one."""
+Check = Callable[[SpeculationConfig], None]
+"""Raises ValueError for a config that is not served."""
+
+
+class Book(msgspec.Struct, frozen=True, kw_only=True):
+    """What a front knows."""
+
+    revision: int = 0
+    profiles: dict[str, Profile] = {}
+    default: str | None = None
+    """The profile of requests that ask for none; None is the engine's own config."""
+    experiments: dict[str, Experiment] = {}
+
+    @classmethod
+    def decode(cls, snapshot: Snapshot) -> Book:
+        """The documents of a snapshot. Raises msgspec.MsgspecError for what is none."""
+        profiles, experiments, default = {}, {}, None
+        for name, document in snapshot.documents.items():
+            kind, _, key = name.partition("/")
+            if kind == "profile":
+                profiles[key] = msgspec.msgpack.decode(document, type=Profile)
+            elif kind == "experiment":
+                experiments[key] = msgspec.msgpack.decode(document, type=Experiment)
+            elif kind == "default":
+                default = msgspec.msgpack.decode(document, type=str)
+        return cls(revision=snapshot.revision, profiles=profiles, default=default, experiments=experiments)
+
+    def documents(self) -> Changes:
+        """What would make an empty store hold this."""
+        found: Changes = {f"profile/{name}": profile for name, profile in self.profiles.items()}
+        found |= {f"experiment/{name}": experiment for name, experiment in self.experiments.items()}
+        return found if self.default is None else found | {"default": self.default}
+
+    @property
+    def live(self) -> list[Experiment]:
+        """Experiments that take traffic. No request belongs to two."""
+        return [experiment for experiment in self.experiments.values() if experiment.takes_traffic]
+
+    def experiment(self, name: str) -> Experiment:
+        """Raises `ApiError` (404)."""
+        if name not in self.experiments:
+            raise ApiError(404, f"no experiment is called {name!r}{_hint(name, self.experiments)}", param="name")
+        return self.experiments[name]
+
+    def profile(self, name: str) -> Profile:
+        """Raises `ApiError` (404)."""
+        if name not in self.profiles:
+            raise ApiError(404, f"no profile is called {name!r}{_hint(name, self.profiles)}", param="name")
+        return self.profiles[name]
+
+
+def encode(changes: Mapping[str, object]) -> dict[str, bytes | None]:
+    return {name: None if value is None else msgspec.msgpack.encode(value) for name, value in changes.items()}
+
+
+def put_profile(book: Book, name: str, config: SpeculationConfig, now: float, *, make_default: bool) -> Changes:
+    """A new profile, or a new version of one."""
+    known = book.profiles.get(name)
+    if known is None and len(book.profiles) >= MAX_PROFILES:
+        raise conflict(f"there are {MAX_PROFILES} profiles, the most that are kept; delete one first")
+    changes: Changes = {}
+    if known is None or known.speculation != config:
+        version = 1 if known is None else known.version + 1
+        changes[f"profile/{name}"] = Profile(name=name, version=version, speculation=config, updated_at=now)
+    return changes | {"default": name} if make_default else changes
+
+
+def delete_profile(book: Book, name: str) -> Changes:
+    """Raises `ApiError` (409) for the default, and for what a running experiment would fall back to."""
+    book.profile(name)
+    if book.default == name:
+        raise conflict(f"profile {name!r} is the default; make another one the default first")
+    for experiment in book.live:
+        if experiment.promotion is not None and experiment.promotion.previous == name:
+            raise conflict(f"experiment {experiment.name!r} may roll back to profile {name!r}; wait, or stop it first")
+    return {f"profile/{name}": None}
+
+
+def create(
+    book: Book, definition: Definition, check: Check, warnings: list[str], now: float, *, is_draft: bool
+) -> Changes:
+    """A new experiment, running unless it is a draft. Raises `ApiError`."""
+    name = definition.name
+    if name in book.experiments:
+        raise conflict(f"an experiment is called {name!r} already; choose another name, or delete it", "name")
+    if len(book.experiments) >= MAX_EXPERIMENTS:
+        raise conflict(f"there are {MAX_EXPERIMENTS} experiments, the most that are kept; delete one first")
+    configs, versions = resolve_arms(definition, book.profiles, check)
+    experiment = Experiment(
+        definition=definition,
+        configs=configs,
+        versions=versions,
+        salt=secrets.token_hex(16),
+        status="draft",
+        created_at=now,
+        weights=initial_weights(definition),
+        warnings=warnings,
+    )
+    return _saved(experiment if is_draft else _started(book, experiment, now))
+
+
+def replace(book: Book, definition: Definition, check: Check, warnings: list[str], now: float) -> Changes:
+    """Another definition for a draft. Raises `ApiError`: what has run stays what it was."""
+    experiment = book.experiment(definition.name)
+    if experiment.status != "draft":
+        raise conflict(
+            f"experiment {definition.name!r} is {experiment.status} and stays as it is; stop it, and create a copy "
+            f"under another name",
+            "name",
+        )
+    without = {name: one for name, one in book.experiments.items() if name != definition.name}
+    others = msgspec.structs.replace(book, experiments=without)
+    return create(others, definition, check, warnings, now, is_draft=True)
+
+
+def start(book: Book, name: str, now: float) -> Changes:
+    """Raises `ApiError` (409) unless it is a draft whose traffic nobody else takes."""
+    experiment = book.experiment(name)
+    if experiment.status != "draft":
+        raise conflict(f"experiment {name!r} is {experiment.status}; only a draft can be started: copy it")
+    return _saved(_started(book, experiment, now))
+
+
+def stop(book: Book, name: str, now: float, because: str) -> Changes:
+    """End an experiment, or a cool-down, whose default then stays."""
+    experiment = book.experiment(name)
+    if not experiment.takes_traffic:
+        raise conflict(f"experiment {name!r} is {experiment.status}; there is nothing to stop")
+    if experiment.is_cooling_down:
+        return _saved(msgspec.structs.replace(experiment, ended_at=now))
+    return _saved(msgspec.structs.replace(experiment, status="stopped", ended_at=now, ended_because=because))
+
+
+def promote(book: Book, name: str, arm: int, now: float, because: str, *, by_hand: bool) -> Changes:
+    """Make an arm's config the default, and watch it against the first arm for the cool-down."""
+    experiment = book.experiment(name)
+    if experiment.status == "draft" or experiment.is_cooling_down:
+        state = "cooling down from a promotion" if experiment.is_cooling_down else "a draft"
+        raise conflict(f"experiment {name!r} is {state}; stop it or start it first")
+    others = [other for other in book.experiments.values() if other.name != name]
+    rival = overlapping(experiment.definition, others)
+    if rival is not None:
+        raise conflict(f"experiment {rival.name!r} takes traffic that the cool-down needs; stop it first")
+    at_end = experiment.definition.at_end
+    rules = at_end if isinstance(at_end, Promote) else Promote()
+    profile, changes = _profile_of(book, experiment, arm, now)
+    promotion = Promotion(
+        arm=arm,
+        profile=profile,
+        previous=book.default,
+        at=now,
+        until=now + rules.cool_down_seconds,
+        by_hand=by_hand,
+        holdback=rules.holdback,
+    )
+    # The first arm has nothing to be watched against.
+    ended_at = now if arm == 0 else None
+    promoted = msgspec.structs.replace(
+        experiment, status="promoted", ended_at=ended_at, ended_because=because, promotion=promotion
+    )
+    return changes | {"default": profile} | _saved(promoted)
+
+
+def roll_back(book: Book, name: str, now: float, reason: str) -> Changes:
+    """Take a promotion back: the default is what it was before, unless somebody has changed it since."""
+    experiment = book.experiment(name)
+    promotion = experiment.promotion
+    if promotion is None or not experiment.is_cooling_down:
+        return {}
+    promotion = msgspec.structs.replace(promotion, rolled_back_at=now, reason=reason)
+    changes = _saved(msgspec.structs.replace(experiment, status="stopped", ended_at=now, promotion=promotion))
+    return changes | {"default": promotion.previous} if book.default == promotion.profile else changes
+
+
+def reweigh(book: Book, name: str, weights: list[float]) -> Changes:
+    experiment = book.experiments.get(name)
+    if experiment is None or experiment.status != "running":
+        return {}
+    return _saved(msgspec.structs.replace(experiment, weights=weights))
+
+
+def delete(book: Book, name: str) -> Changes:
+    """Raises `ApiError` (409) for an experiment that takes traffic."""
+    if book.experiment(name).takes_traffic:
+        raise conflict(f"experiment {name!r} takes traffic; stop it first")
+    return {f"experiment/{name}": None}
+
+
+def conflict(message: str, param: str | None = None) -> ApiError:
+    return ApiError(409, message, param=param, code="conflict")
+
+
+def _started(book: Book, experiment: Experiment, now: float) -> Experiment:
+    rival = overlapping(experiment.definition, list(book.experiments.values()))
+    if rival is not None:
+        raise conflict(
+            f"experiment {rival.name!r} takes some of the same traffic; stop it, or choose filters that no request "
+            f"satisfies both of",
+            "filter",
+        )
+    return msgspec.structs.replace(experiment, status="running", started_at=now)
+
+
+def _profile_of(book: Book, experiment: Experiment, arm: int, now: float) -> tuple[str, Changes]:
+    """A profile that holds exactly what was tested: the arm's own unless it has changed since, else a new one."""
+    chosen: Arm = experiment.definition.arms[arm]
+    config = experiment.configs[arm]
+    own = book.profiles.get(chosen.profile or "")
+    if own is not None and own.speculation == config:
+        return own.name, {}
+    name = f"{experiment.name}.{chosen.name}"[:64]
+    return name, put_profile(book, name, config, now, make_default=False)
+
+
+def _saved(experiment: Experiment) -> Changes:
+    return {f"experiment/{experiment.name}": msgspec.structs.replace(experiment, revision=experiment.revision + 1)}
+
+
+def _hint(name: str, known: Mapping[str, object]) -> str:
+    return f"; {did_you_mean(name, known)}" if known else "; there are none"

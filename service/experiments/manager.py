@@ -1,0 +1,307 @@
+"""Experiments as the front uses them: which config a request gets, what became of it, and what follows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from typing import get_args
+
+import msgspec
+import structlog
+
+from cache_store.metadata import StoreUnavailable
+from service.errors import ApiError, did_you_mean
+from service.experiments import book as books
+from service.experiments.assignment import RequestFacts, matches, place, traffic_weights
+from service.experiments.book import Book
+from service.experiments.evaluator import Evaluator
+from service.experiments.keeper import BookKeeper, answered
+from service.experiments.ledger import Ledger
+from service.experiments.model import Definition, Experiment, Profile
+from service.experiments.report import Report
+from service.experiments.store import ExperimentStore
+from service.experiments.tally import Outcome, Request, record
+from service.experiments.trace import Trace
+from service.experiments.validation import check_name, filter_warnings
+from service.experiments.verdict import report_on
+from speculation.messages import SpeculationConfig, resolve
+
+METHODS = frozenset(str(kind.__struct_config__.tag) for kind in get_args(SpeculationConfig))
+"""What a request may name in place of a profile."""
+
+FLUSH_SECONDS = 0.5
+"""How often this front hands over what it has seen and looks for changes: others know within a second."""
+EVALUATION_SECONDS = 2.0
+
+_log = structlog.get_logger(__name__)
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """What this service can do. Empty, or 0, while it is not known yet."""
+
+    methods: AbstractSet[str] = frozenset()
+    models: Collection[str] = ()
+    routes: Collection[str] = ()
+    max_prompt_tokens: int = 0
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+    """The arm a request was given. Keep it until the request ends, and give it back to `observe`."""
+
+    experiment: str
+    arm: str
+    speculation: SpeculationConfig
+    key: str
+    """Of the tally it is counted in."""
+    definition: Definition
+    request: Request
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What the response says of it."""
+        return {"X-Forerun-Experiment": self.experiment, "X-Forerun-Arm": self.arm}
+
+
+class Experiments:
+    """One front's view. `running` keeps it up to date; `assign` and `observe` never wait for anything."""
+
+    def __init__(
+        self,
+        store: ExperimentStore,
+        *,
+        served: Callable[[], Served] = Served,
+        initial_profiles: Mapping[str, SpeculationConfig] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`initial_profiles` are put into the store where it has none of that name."""
+        self._store = store
+        self._served = served
+        self._clock = clock
+        self._keeper = BookKeeper(store, initial_profiles or {}, clock())
+        self._ledger = Ledger(store)
+        self._evaluator = Evaluator(store, self._keeper.change, clock)
+        self._is_away = False
+
+    # What the front calls for each request.
+
+    def assign(self, facts: RequestFacts) -> Assignment | None:
+        """The arm of a request, or None if it takes part in no experiment."""
+        if facts.has_own_speculation:
+            return None
+        for experiment in self.book.live:
+            tally = self._ledger.tally(experiment.tally_key)
+            tally.add("c.considered", 1.0)
+            if not matches(experiment.definition.filter, facts):
+                continue
+            tally.add("c.matched", 1.0)
+            found = place(experiment, facts)
+            if found is None:
+                return None
+            tally.add("c.assigned", 1.0)
+            return Assignment(
+                experiment=experiment.name,
+                arm=experiment.definition.arms[found.arm].name,
+                speculation=experiment.configs[found.arm],
+                key=experiment.tally_key,
+                definition=experiment.definition,
+                request=Request(found, traffic_weights(experiment), facts.num_prompt_tokens, facts.queue_depth),
+            )
+        return None
+
+    def observe(self, assignment: Assignment, outcome: Outcome) -> None:
+        """Count a request that has ended."""
+        record(self._ledger.tally(assignment.key), assignment.definition, assignment.request, outcome)
+
+    def observe_audit(self, assignment: Assignment, *, diverged: bool) -> None:
+        """Count a request that was run again without speculation, and whether its tokens differed."""
+        tally = self._ledger.tally(assignment.key)
+        arm = assignment.request.place.arm
+        tally.add(f"n.{arm}.audited", 1.0)
+        tally.add(f"n.{arm}.diverged", float(diverged))
+
+    @property
+    def book(self) -> Book:
+        """All profiles and experiments, as this front knows them."""
+        return self._keeper.book
+
+    @property
+    def served(self) -> Served:
+        """What this service can do."""
+        return self._served()
+
+    @property
+    def default(self) -> SpeculationConfig | None:
+        """The config of requests that ask for none and take part in no experiment; None is the engine's own."""
+        profile = self.book.profiles.get(self.book.default or "")
+        return None if profile is None else profile.speculation
+
+    @property
+    def configs(self) -> Mapping[str, SpeculationConfig]:
+        """Every profile's config by name. It is a live view: keep it."""
+        return _Configs(self._keeper)
+
+    # What users change and ask. Each raises `ApiError`.
+
+    async def put_profile(self, name: str, config: SpeculationConfig, *, make_default: bool = False) -> Profile:
+        """A new profile, or a new version of one, used from the next request on."""
+        check_name(name, "name")
+        if name in METHODS:
+            raise ApiError.invalid("name", f"name is {name!r}, which is a method; a profile needs another name")
+        try:
+            self._check(config)
+        except ValueError as error:
+            raise ApiError.invalid("speculation", f"speculation: {error}") from None
+        now = self._clock()
+        book = await self._keeper.change(
+            lambda book: books.put_profile(book, name, config, now, make_default=make_default)
+        )
+        return book.profile(name)
+
+    async def refresh(self) -> Book:
+        """All profiles and experiments as they are in the store now."""
+        return await self._keeper.refresh()
+
+    async def delete_profile(self, name: str) -> None:
+        await self._keeper.change(lambda book: books.delete_profile(book, name))
+
+    async def create(self, definition: Definition, *, is_draft: bool = False) -> Experiment:
+        warnings, now = self._warnings(definition), self._clock()
+        book = await self._keeper.change(
+            lambda book: books.create(book, definition, self._check, warnings, now, is_draft=is_draft)
+        )
+        return book.experiment(definition.name)
+
+    async def replace(self, definition: Definition) -> Experiment:
+        """Another definition for a draft."""
+        warnings, now = self._warnings(definition), self._clock()
+        book = await self._keeper.change(lambda book: books.replace(book, definition, self._check, warnings, now))
+        return book.experiment(definition.name)
+
+    async def start(self, name: str) -> Experiment:
+        now = self._clock()
+        return (await self._keeper.change(lambda book: books.start(book, name, now))).experiment(name)
+
+    async def stop(self, name: str) -> Experiment:
+        """End an experiment where it stands, or a cool-down early."""
+        now = self._clock()
+        book = await self._keeper.change(lambda book: books.stop(book, name, now, "stopped by hand"))
+        return book.experiment(name)
+
+    async def promote(self, name: str, arm: str | None = None) -> Experiment:
+        """Make an arm the default: the one named, or the one that the data support."""
+        now = self._clock()
+        report = await self.report(name)
+        if arm is None and not report.is_safe_to_promote:
+            raise books.conflict(f"{report.verdict}. To promote an arm nevertheless, name it", "arm")
+        names = self.book.experiment(name).definition.arm_names
+        chosen = arm or report.best
+        if chosen is None or chosen not in names:
+            raise ApiError.invalid("arm", f"arm is {chosen!r}; {did_you_mean(str(chosen), names)}")
+        index, because = names.index(chosen), "promoted by hand" if arm else report.verdict
+        book = await self._keeper.change(
+            lambda book: books.promote(book, name, index, now, because, by_hand=arm is not None)
+        )
+        return book.experiment(name)
+
+    async def delete(self, name: str) -> None:
+        """Drop an experiment that takes no traffic, and all it has seen."""
+        experiment = (await self._keeper.refresh()).experiment(name)
+        await self._keeper.change(lambda book: books.delete(book, name))
+        for key in experiment.keys:
+            await answered(self._store.forget(key))
+
+    async def report(self, name: str) -> Report:
+        """What there is to say now, over all fronts."""
+        experiment = (await self._keeper.refresh()).experiment(name)
+        await answered(self._flush())
+        tally = await answered(self._store.tally(experiment.tally_key))
+        return await asyncio.to_thread(report_on, experiment, tally)
+
+    async def trace(self, name: str) -> Trace:
+        """How the intervals went."""
+        experiment = (await self._keeper.refresh()).experiment(name)
+        stored = await answered(self._store.trace(experiment.tally_key))
+        return msgspec.msgpack.decode(stored, type=Trace) if stored else Trace()
+
+    # How it keeps up to date.
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Share what is seen and what changes, and act on it, until left; then hand over the rest, close the store."""
+        await self._share()
+        tasks = [
+            asyncio.create_task(_forever(self._share, FLUSH_SECONDS)),
+            asyncio.create_task(_forever(self._evaluate, EVALUATION_SECONDS)),
+        ]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._share()
+            await self._store.close()
+
+    async def _share(self) -> None:
+        """One exchange with the store. Its absence costs nothing but freshness."""
+        try:
+            await self._keeper.keep_up()
+            await self._flush()
+        except StoreUnavailable as error:
+            self._note_away(str(error))
+        else:
+            self._note_away("")
+
+    async def _evaluate(self) -> None:
+        """A look at what all fronts have seen, if this one leads."""
+        try:
+            await self._evaluator.evaluate(self.book, self._ledger.front)
+        except StoreUnavailable as error:
+            self._note_away(str(error))
+        except ApiError as error:
+            # Somebody changed what was to be concluded from; the next look sees it as it is then.
+            _log.info("experiment_conclusion_postponed", reason=str(error))
+
+    async def _flush(self) -> None:
+        await self._ledger.flush({key for experiment in self.book.experiments.values() for key in experiment.keys})
+
+    def _note_away(self, reason: str) -> None:
+        """Say once that the store went, and once that it came back."""
+        if bool(reason) != self._is_away:
+            self._is_away = bool(reason)
+            _log.warning("experiment_store_away" if reason else "experiment_store_back", reason=reason)
+
+    def _warnings(self, definition: Definition) -> list[str]:
+        served = self.served
+        return filter_warnings(definition.filter, served.models, served.routes, served.max_prompt_tokens)
+
+    def _check(self, config: SpeculationConfig) -> None:
+        """Raises ValueError for a method that this service does not have."""
+        methods = self.served.methods
+        if methods:
+            resolve(config, methods)
+
+
+class _Configs(Mapping[str, SpeculationConfig]):
+    """Reads through to the newest book."""
+
+    def __init__(self, keeper: BookKeeper) -> None:
+        self._keeper = keeper
+
+    def __getitem__(self, name: str) -> SpeculationConfig:
+        return self._keeper.book.profiles[name].speculation
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keeper.book.profiles)
+
+    def __len__(self) -> int:
+        return len(self._keeper.book.profiles)
+
+
+async def _forever(step: Callable[[], Awaitable[None]], seconds: float) -> None:
+    while True:
+        await asyncio.sleep(seconds)
+        await step()
