@@ -28,7 +28,7 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> int:
     """
     configure_logs(settings.engine.log_level)
     app = create_app(settings)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    runner = create_runner(app)
     await runner.setup()
     stop = asyncio.Event()
     try:
@@ -43,6 +43,11 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> int:
         return await _until_stopped(app, url_of(runner), stop, announce)
     finally:
         await runner.cleanup()
+
+
+def create_runner(app: web.Application) -> web.AppRunner:
+    """What runs the application: a client that leaves cancels its handler, and logs are our own."""
+    return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
 
 
 async def _until_stopped(app: web.Application, url: str, stop: asyncio.Event, announce: Callable[[str], None]) -> int:
