@@ -1,0 +1,286 @@
+"""The draft-length controller: how much to guess, for each sequence in each step, so that tokens come fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil, inf
+from typing import TYPE_CHECKING
+
+from draft.config import MODEL_FREE_METHODS, SingleConfig, bounds_of, method_of, single_configs
+from draft.tree import Draft
+from speculation.acceptance import HOT_TEMPERATURE, AcceptanceModel, TrackRecord
+from speculation.cost_model import DraftingCost, StepCostModel
+
+if TYPE_CHECKING:
+    from draft.proposer import DraftContext
+
+FIRST_REACH = 8
+"""Nodes a draft may have at first; twice as many after one that was worth keeping whole."""
+VAIN_SHARE = 0.01
+"""Share of all time that may go into trying again what did not pay."""
+MAX_PAUSE = 256
+CLASS_WEIGHT = 6
+"""Askings that a new sequence takes over from its class."""
+
+
+@dataclass(slots=True)
+class _Habit:
+    """What asking one method has brought: one sequence, or all of its class."""
+
+    value: float = 0.3
+    """Mean worth of its drafts, in tokens a step; while nothing is known, worth a try."""
+    num_asked: int = 0
+    record: TrackRecord = field(default_factory=TrackRecord)
+    reach: int = FIRST_REACH
+    has_confidences: bool = False
+    pause: int = 0
+    rests: int = 0
+    """Steps it is not asked in, the rest of `pause`."""
+    appraised: tuple[Draft, list[float]] | None = None
+
+    def note(self, value: float, rate: float) -> None:
+        """Asking brought a draft of this worth."""
+        self.num_asked += 1
+        self.value += max(rate, 1 / (1 + self.num_asked)) * (value - self.value)
+
+
+@dataclass(slots=True)
+class _Sequence:
+    temperature: float
+    habits: dict[str, _Habit] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Step:
+    """One step's prices."""
+
+    num_sequences: int
+    num_rows: int
+    num_context_tokens: int
+    plain_seconds: float
+    """What it would take without guesses."""
+    rate: float
+    """What a second is worth, in tokens."""
+    row_price: float
+    """What one more row costs, in tokens."""
+    drafting_seconds: float = 0.0
+
+
+class DraftLengthController:
+    """Maximises expected committed tokens per second, step by step.
+
+    A guess is worth the chance that the target follows the path to it (`AcceptanceModel`). It costs what one more row
+    makes the step longer (`StepCostModel`), times what a second is worth: the tokens that the running sequences make in
+    one. Nodes are kept while they are worth more than they cost. A method is asked while that brings more than its
+    drafting costs; else it rests, each time twice as long. What is tried again although it did not pay (a method that
+    rests, a kind of guess that used to fail) may take one hundredth of all time. Zero guesses is the plain step.
+
+    Configs with explicit numbers are drafted as they stand. In one step: `begin`; the roster calls `limits`, `hope`,
+    `appraise` and `note_drafting`; `trim`; after the forward `observe` for each sequence, and `end`. No clock: times
+    are given.
+    """
+
+    def __init__(self, costs: StepCostModel) -> None:
+        self.costs = costs
+        self._acceptance = AcceptanceModel()
+        self._drafting: dict[str, DraftingCost] = {}
+        self._classes: dict[tuple[str, bool], _Habit] = {}
+        self._sequences: dict[int, _Sequence] = {}
+        self._speedup = 1.0
+        self._vain_seconds = 0.0
+        """What may still be spent in vain."""
+        self.begin(num_sequences=1, num_rows=1, num_context_tokens=0)
+        self._vain_seconds = self._step.plain_seconds
+
+    def begin(self, *, num_sequences: int, num_rows: int, num_context_tokens: int) -> None:
+        """A step with this many decoding sequences, and this many rows if nobody guesses."""
+        plain = self.costs.seconds(num_rows, num_context_tokens)
+        more = self.costs.seconds(num_rows + 2 * num_sequences, num_context_tokens)
+        rate = self._speedup * num_sequences / plain
+        price = rate * (more - plain) / (2 * num_sequences)
+        self._step = _Step(num_sequences, num_rows, num_context_tokens, plain, rate, price)
+
+    @property
+    def min_confidence(self) -> float:
+        """The least chance of a path for which a node pays in this step."""
+        return self._step.row_price
+
+    def limits(self, contexts: Sequence[DraftContext]) -> list[int]:
+        """Most nodes each context's method (`context.config`) may draft; 0 where it rests because it does not pay."""
+        return [self._limit(context) for context in contexts]
+
+    def hope(self, context: DraftContext, config: SingleConfig) -> float:
+        """What asking `config`'s method is expected to bring this sequence, in tokens, net of what drafting costs."""
+        if bounds_of(config).is_fixed:
+            return inf
+        method = method_of(config)
+        habit = self._habit(context, method)
+        return 0.0 if habit.rests else habit.value - self._drafting_price(method)
+
+    def appraise(self, context: DraftContext, draft: Draft) -> float:
+        """What this draft is expected to bring, in tokens, net of what verifying costs. Once each, empty ones too."""
+        config = single_configs(context.config)[0]
+        if bounds_of(config).is_fixed:
+            return inf if draft else 0.0
+        habit = self._habit(context, method_of(config))
+        chances = self._acceptance.path_chances(draft, context.sampling.temperature, habit.record)
+        gains = [chance - self._step.row_price for chance in chances if chance > self._step.row_price]
+        worth = sum(gains)
+        habit.note(worth, 0.15)
+        kind = self._class_of(context, method_of(config))
+        kind.note(worth, 0.02)
+        habit.appraised = draft, chances
+        if draft:
+            habit.has_confidences = kind.has_confidences = draft.confidences is not None
+            was_kept_whole = len(gains) == len(draft) >= habit.reach
+            wanted = 2 * habit.reach if was_kept_whole else max(FIRST_REACH, 2 * len(gains))
+            habit.reach = min(wanted, 2 * habit.reach, bounds_of(config).num_nodes)
+        return worth
+
+    def note_drafting(self, method: str, drafts: Sequence[Draft], seconds: float) -> None:
+        """A proposer has drafted for several sequences in so many seconds."""
+        self._step.drafting_seconds += seconds
+        depth = sum(max(draft.depths, default=0) for draft in drafts) / len(drafts)
+        self._drafting.setdefault(method, DraftingCost()).observe(depth, seconds / len(drafts))
+
+    def trim(self, contexts: Sequence[DraftContext], drafts: Sequence[Draft]) -> list[Draft]:
+        """The drafts cut to the nodes that pay, all sequences weighed together against the cost curve as it is.
+
+        Where the curve has stairs, a stair is climbed as a whole or not at all.
+        """
+        kept: list[list[int]] = [[] for _ in drafts]
+        ranked: list[tuple[float, int, int]] = []
+        for i, (context, draft) in enumerate(zip(contexts, drafts, strict=True)):
+            if _is_fixed(context, draft):
+                kept[i] = list(range(len(draft)))
+            else:
+                ranked += [(-chance, i, node) for node, chance in enumerate(self._chances(context, draft))]
+        # A child's chance is at most its parent's, and comes behind it among equals: any prefix is a set of trees.
+        ranked.sort()
+        for _, i, node in ranked[: self._best_size(ranked, sum(map(len, kept)))]:
+            kept[i].append(node)
+        return [
+            self._cut(context, draft, sorted(nodes))
+            for context, draft, nodes in zip(contexts, drafts, kept, strict=True)
+        ]
+
+    def observe(self, seq_id: int, draft: Draft, path: Sequence[int]) -> None:
+        """The target has verified `draft` and followed the nodes of `path`, root first, and none behind them."""
+        sequence = self._sequences.get(seq_id)
+        if draft and sequence is not None:
+            record = sequence.habits.setdefault(draft.source, _Habit()).record
+            self._acceptance.learn(draft, path, sequence.temperature, record)
+
+    def end(self, *, num_tokens: int, num_rows: int, seconds: float, is_pure: bool) -> None:
+        """The step took `seconds`, drafting not counted, and committed `num_tokens` tokens of all sequences.
+
+        `is_pure`: its rows were decoding sequences' and their guesses' alone. Others say nothing about the curve.
+        """
+        step = self._step
+        self._vain_seconds = min(self._vain_seconds + VAIN_SHARE * seconds, 4 * step.plain_seconds)
+        if is_pure:
+            self.costs.observe(num_rows, step.num_context_tokens, seconds)
+            gain = num_tokens / step.num_sequences * step.plain_seconds / (seconds + step.drafting_seconds)
+            self._speedup = max(self._speedup + 0.05 * (min(gain, 16.0) - self._speedup), 1.0)
+
+    def saved_seconds(self, num_tokens: int, seconds: float) -> float:
+        """What a sequence that got `num_tokens` from a step of `seconds` was spared against one plain step a token."""
+        return num_tokens * self._step.plain_seconds - seconds
+
+    def finish(self, seq_id: int) -> None:
+        """The sequence has ended; what its class learned stays."""
+        self._sequences.pop(seq_id, None)
+
+    def _limit(self, context: DraftContext) -> int:
+        config = single_configs(context.config)[0]
+        bounds, method = bounds_of(config), method_of(config)
+        if bounds.is_fixed:
+            return bounds.num_nodes
+        habit = self._habit(context, method)
+        if habit.rests:
+            habit.rests -= 1
+            return 0
+        if habit.value <= self._drafting_price(method):
+            if not self._spend_in_vain(self._drafting_cost(method).seconds):
+                return 0
+            habit.pause = min(max(2 * habit.pause, 1), self._longest_pause(method))
+            habit.rests = habit.pause
+        else:
+            habit.pause = 0
+        return min(self._reach(context, method, habit), bounds.num_nodes)
+
+    def _reach(self, context: DraftContext, method: str, habit: _Habit) -> int:
+        """How many nodes to ask for. A proposer without confidences cannot know where to stop, so we tell it."""
+        if habit.has_confidences or method in MODEL_FREE_METHODS:
+            return habit.reach
+        price = self._step.row_price + self._step.rate * self._drafting_cost(method).seconds_per_level
+        chances = self._acceptance.chain_chances(method, context.sampling.temperature, habit.reach, habit.record)
+        return max(sum(chance > price for chance in chances), 1)
+
+    def _chances(self, context: DraftContext, draft: Draft) -> list[float]:
+        habit = self._habit(context, draft.source)
+        if habit.appraised is not None and habit.appraised[0] is draft:
+            return habit.appraised[1]
+        return self._acceptance.path_chances(draft, context.sampling.temperature, habit.record)
+
+    def _best_size(self, ranked: list[tuple[float, int, int]], num_fixed: int) -> int:
+        """How many of the ranked nodes to verify: where tokens gained minus tokens' worth of time is largest."""
+        base = self._step.num_rows + num_fixed
+        base_seconds = self.costs.seconds(base)
+        best_gain = gained = 0.0
+        best = 0
+        for size, (negated, _, _) in enumerate(ranked, start=1):
+            gained -= negated
+            gain = gained - self._step.rate * (self.costs.seconds(base + size) - base_seconds)
+            if gain > best_gain:
+                best, best_gain = size, gain
+        return best
+
+    def _cut(self, context: DraftContext, draft: Draft, nodes: list[int]) -> Draft:
+        if nodes or not draft:
+            return draft.keep(nodes)
+        wants_trial = self._acceptance.wants_trial(draft, context.sampling.temperature)
+        if wants_trial and self._spend_in_vain(self._step.row_price / self._step.rate):
+            return draft.keep([0])
+        return Draft.none("does_not_pay", draft.source)
+
+    def _spend_in_vain(self, seconds: float) -> bool:
+        if seconds > self._vain_seconds:
+            return False
+        self._vain_seconds -= seconds
+        return True
+
+    def _longest_pause(self, method: str) -> int:
+        """Steps of rest with which asking in vain takes its share of time, if every sequence did."""
+        cost = self._drafting_cost(method).seconds * self._step.num_sequences / self._step.plain_seconds
+        return max(min(ceil(cost / VAIN_SHARE), MAX_PAUSE), 1)
+
+    def _drafting_price(self, method: str) -> float:
+        """What asking costs, in tokens."""
+        return self._step.rate * self._drafting_cost(method).seconds
+
+    def _drafting_cost(self, method: str) -> DraftingCost:
+        return self._drafting.setdefault(method, DraftingCost())
+
+    def _habit(self, context: DraftContext, method: str) -> _Habit:
+        sequence = self._sequences.get(context.seq_id)
+        if sequence is None:
+            sequence = self._sequences[context.seq_id] = _Sequence(context.sampling.temperature)
+        habit = sequence.habits.get(method)
+        if habit is None:
+            kind = self._class_of(context, method)
+            habit = _Habit(kind.value, min(kind.num_asked, CLASS_WEIGHT), has_confidences=kind.has_confidences)
+            sequence.habits[method] = habit
+        return habit
+
+    def _class_of(self, context: DraftContext, method: str) -> _Habit:
+        """What all sequences of this method, sampling or not, have in common."""
+        return self._classes.setdefault((method, context.sampling.temperature >= HOT_TEMPERATURE), _Habit())
+
+
+def _is_fixed(context: DraftContext, draft: Draft) -> bool:
+    """Whether the config of the method that drafted gives its size."""
+    return any(
+        bounds_of(config).is_fixed for config in single_configs(context.config) if method_of(config) == draft.source
+    )
