@@ -155,7 +155,7 @@ class DraftLengthController:
             if _is_fixed(context, draft):
                 kept[i] = list(range(len(draft)))
             else:
-                ranked += [(-chance, i, node) for node, chance in enumerate(self._chances(context, draft))]
+                ranked += [(-chance, i, node) for node, chance in enumerate(self.chances(context, draft))]
         # A child's chance is at most its parent's, and comes behind it among equals: any prefix is a set of trees.
         ranked.sort()
         for _, i, node in ranked[: self._best_size(ranked, sum(map(len, kept)))]:
@@ -188,6 +188,11 @@ class DraftLengthController:
         """What a sequence that got `num_tokens` from a step of `seconds` was spared against one plain step a token."""
         return num_tokens * self._step.plain_seconds - seconds
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of which something is kept."""
+        return len(self._sequences)
+
     def finish(self, seq_id: int) -> None:
         """The sequence has ended; what its class learned stays."""
         self._sequences.pop(seq_id, None)
@@ -218,7 +223,8 @@ class DraftLengthController:
         chances = self._acceptance.chain_chances(method, context.sampling.temperature, habit.reach, habit.record)
         return max(sum(chance > price for chance in chances), 1)
 
-    def _chances(self, context: DraftContext, draft: Draft) -> list[float]:
+    def chances(self, context: DraftContext, draft: Draft) -> list[float]:
+        """[n] for each node of the draft the chance that the target follows the path to it."""
         habit = self._habit(context, draft.source)
         if habit.appraised is not None and habit.appraised[0] is draft:
             return habit.appraised[1]
