@@ -12,7 +12,7 @@ import torch
 from target.attention_plan import AttentionPlan, AttentionPlanner, TileGroup
 from target.batch import ForwardBatch, IntArray
 from target.kv_pool import KVPool
-from target.row_stability import Tiles
+from target.row_stability import Tiles, scaled_product
 
 KEY_BLOCK = 128
 """Tokens in a key block: fewer would make more products a row, more would waste work on short contexts."""
@@ -22,7 +22,7 @@ class AttentionBackend(Protocol):
     """Writes new keys and values, and reads what each row sees."""
 
     def begin(self, batch: ForwardBatch, num_rows: int) -> None:
-        """Prepare a forward of the batch, its rows padded to `num_rows`: everything that does not depend on the layer."""
+        """Prepare a forward of the batch, padded to `num_rows` rows: everything that does not depend on the layer."""
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Write the layer's new keys and values into the pool, then let every row attend to what it sees.
@@ -122,7 +122,9 @@ class _Layout:
 class _Products:
     """The products of one tile size, on the device, and where their results go among all pieces."""
 
-    def __init__(self, layout: _Layout, group: TileGroup, first_piece: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: _Layout, group: TileGroup, first_piece: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         items, kv_heads = len(group.rows), layout.heads.num_kv_heads
         self.rows = layout.product_rows(group.rows.shape[1])
         self.batch = kv_heads * items
@@ -140,16 +142,16 @@ class _Products:
             device,
         )
         key = torch.arange(KEY_BLOCK, device=device)
-        self.hidden = (key < first[..., None]) | (key >= seen[..., None])
+        hidden = (key < first[..., None]) | (key >= seen[..., None])
+        self.mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
 
     def score(self, pool: torch.Tensor, queries: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Scaled and masked scores [K * items, M, C], and the values [K * items, C, D]."""
         size = pool.shape[-1]
         taken = pool.index_select(0, self.entries).to(queries.dtype).view(2, self.batch, KEY_BLOCK, size)
         query = queries.index_select(0, self.queries).view(self.batch, self.rows, size)
-        scores = torch.bmm(query.mul_(scale), taken[0].transpose(1, 2))
-        by_item = scores.view(self.kv_heads, -1, self.rows, KEY_BLOCK)
-        by_item[:, self.num_full :].masked_fill_(self.hidden, -torch.inf)
+        scores = scaled_product(query, taken[0], scale)
+        scores.view(self.kv_heads, -1, self.rows, KEY_BLOCK)[:, self.num_full :].add_(self.mask)
         return scores, taken[1]
 
 
@@ -167,7 +169,7 @@ class _Forward:
         self._products: list[_Products] = []
         num_pieces = 0
         for group in plan.groups:
-            self._products.append(_Products(layout, group, num_pieces, like.device))
+            self._products.append(_Products(layout, group, num_pieces, self._dtype, like.device))
             num_pieces = self._products[-1].end_piece
         pieces, owners = _piece_index(layout, plan, self._products, num_rows)
         self._written, self._pieces, self._owners = _to_device(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from target.attention import AttentionBackend
 from target.config import ModelConfig
@@ -81,8 +81,8 @@ class Decoder:
         heads, keys, size = self._config.num_heads, self._config.num_kv_heads, self._config.head_size
         qkv = layer.qkv(self._normed(x, layer.input_norm)).view(-1, heads + 2 * keys, size)
         if layer.q_norm is not None and layer.k_norm is not None:
-            qkv[:, :heads] = F.rms_norm(qkv[:, :heads], (size,), layer.q_norm, self._config.rms_norm_eps)
-            qkv[:, heads : heads + keys] = F.rms_norm(
+            qkv[:, :heads] = functional.rms_norm(qkv[:, :heads], (size,), layer.q_norm, self._config.rms_norm_eps)
+            qkv[:, heads : heads + keys] = functional.rms_norm(
                 qkv[:, heads : heads + keys], (size,), layer.k_norm, self._config.rms_norm_eps
             )
         rotated = qkv[:, : heads + keys]
@@ -91,7 +91,7 @@ class Decoder:
         return qkv
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self._config.rms_norm_eps)
+        return functional.rms_norm(x, (x.shape[-1],), weight, self._config.rms_norm_eps)
 
 
 def _pack(layer: LayerWeights, make_linear: MakeLinear, device: torch.device) -> _Layer:

@@ -33,6 +33,7 @@ class KVPool:
         shape = (num_layers, 2 * num_kv_heads, self.zero_slot + 1, head_size)
         self.entries = torch.zeros(shape, dtype=dtype, device=device)
 
+    @torch.inference_mode()
     def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy the entries at slots `sources` to slots `destinations`, in every layer, as if all at once.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from target.row_stability import REFERENCE_ROWS, stable_row_counts
 
@@ -78,7 +78,7 @@ def packed_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 
 def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """The product through `torch.nn.functional.linear`."""
-    return lambda x: F.linear(x, weight, bias)
+    return lambda x: functional.linear(x, weight, bias)
 
 
 def _tiled(make: MakeLinear, tile_rows: int) -> MakeLinear:

@@ -43,10 +43,9 @@ def load_runner(
         raise ValueError(f"max_model_len is {length}; the model has positions for 1 to {config.max_model_len}")
     place = _device(device)
     weights = load_weights(model_dir, config, _dtype(dtype, place))
-    with torch.inference_mode():
-        return TorchRunner(
-            config, weights, num_blocks=num_blocks, block_size=block_size, max_model_len=length, device=place
-        )
+    return TorchRunner(
+        config, weights, num_blocks=num_blocks, block_size=block_size, max_model_len=length, device=place
+    )
 
 
 def _device(name: str) -> torch.device:

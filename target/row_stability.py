@@ -13,7 +13,7 @@ import torch
 
 REFERENCE_ROWS = 16
 """The count others are compared with, and the only one used where none agrees."""
-CANDIDATE_TILES = (1, 4, 8, 16, 32, 64)
+CANDIDATE_TILES = (1, 4, 8, 12, 16, 32, 64)
 CANDIDATE_MULTIPLES = (1, 4, 8, 16)
 NUM_TRIED = 5
 """Products in a batch when batched ones are tried."""
@@ -21,11 +21,20 @@ NUM_TRIED = 5
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Attention's tile sizes in rows, and the multiple their queries (rows * query heads of a key head) are padded to."""
+    """Attention's tile sizes in rows, and the multiple that their number of queries is padded to.
+
+    A tile's queries are those of its rows that share a key head: rows * query heads / key heads.
+    """
 
     rows: tuple[int, ...]
     query_multiple: int
     stable: bool
+
+
+def scaled_product(queries: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+    """[b, m, n] `scale` times the products of `queries`, [b, m, k], and `keys`, [b, n, k]."""
+    out = queries.new_empty(queries.shape[0], queries.shape[1], keys.shape[1])
+    return torch.baddbmm(out, queries, keys.transpose(1, 2), beta=0, alpha=scale, out=out)
 
 
 def stable_row_counts(
@@ -54,42 +63,39 @@ def stable_row_counts(
     return tuple(count for count in candidates if agrees(count))
 
 
-def stable_tiles(
-    queries_per_kv: int, head_size: int, key_block: int, dtype: torch.dtype, device: torch.device
-) -> Tiles:
+def stable_tiles(queries_per_kv: int, head_size: int, key_block: int, dtype: torch.dtype, device: torch.device) -> Tiles:
     """Tile sizes whose products with key blocks come out as those of tiles of `REFERENCE_ROWS` rows, and their padding.
 
     The smallest multiple at which the tile of one row agrees, because that one is decoding's; without any, one size.
     """
+    keys = _numbers((NUM_TRIED, key_block, head_size), dtype, device)
     for multiple in CANDIDATE_MULTIPLES:
         queries = {rows: -(-rows * queries_per_kv // multiple) * multiple for rows in CANDIDATE_TILES}
-        scores = _agreeing(queries, (key_block, head_size), dtype, device)
-        values = _agreeing(queries, (head_size, key_block), dtype, device)
+        scores = _agreeing(queries, lambda x: scaled_product(x, keys[: len(x)], head_size**-0.5), head_size, keys)
+        values = _agreeing(queries, lambda x: torch.bmm(x, keys[: len(x)]), key_block, keys)
         rows = tuple(size for size in CANDIDATE_TILES if size in scores and size in values)
         if 1 in rows and REFERENCE_ROWS in rows:
             return Tiles(rows, multiple, stable=True)
     return Tiles((REFERENCE_ROWS,), CANDIDATE_MULTIPLES[-1], stable=False)
 
 
-def _agreeing(queries: dict[int, int], shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> set[int]:
+def _agreeing(
+    queries: dict[int, int], product: Callable[[torch.Tensor], torch.Tensor], width: int, like: torch.Tensor
+) -> set[int]:
     """The tile sizes, keys of `queries`, at whose number of queries batched products agree with the reference's.
 
-    `shape`: outputs and inputs of the product.
+    `product`: [b, n, width] to [b, n, outputs], b up to `NUM_TRIED`.
     """
     num_reference, largest = queries[REFERENCE_ROWS], max(queries.values())
     total = -(-largest // num_reference) * num_reference
-    weights = _numbers((NUM_TRIED, *shape), dtype, device)
-    x = _numbers((NUM_TRIED, total, shape[1]), dtype, device)
-
-    def product(rows: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(rows.contiguous(), weights[: len(rows)].transpose(1, 2))
-
-    reference = torch.cat([product(part) for part in x.split(num_reference, dim=1)], dim=1)
+    x = _numbers((NUM_TRIED, total, width), like.dtype, like.device)
+    reference = torch.cat([product(part.contiguous()) for part in x.split(num_reference, dim=1)], dim=1)
     shifted, shifted_reference = x.roll(3, 1), reference.roll(3, 1)
 
     def agrees(num: int, batch: int) -> bool:
-        plain = torch.equal(product(x[:batch, :num]), reference[:batch, :num])
-        return plain and torch.equal(product(shifted[:batch, :num]), shifted_reference[:batch, :num])
+        plain = torch.equal(product(x[:batch, :num].contiguous()), reference[:batch, :num])
+        moved = product(shifted[:batch, :num].contiguous())
+        return plain and torch.equal(moved, shifted_reference[:batch, :num])
 
     return {size for size, num in queries.items() if agrees(num, 1) and agrees(num, NUM_TRIED)}
 
