@@ -57,7 +57,7 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Guardrail(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What no arm may do: the 95th percentile of a metric, on its slow side, or the share of requests that fail."""
 
-    metric: Metric | Literal["error_rate"]
+    metric: Literal["tpot", "latency_per_token", "ttft", "tokens_per_second", "error_rate"]
     limit: Annotated[float, msgspec.Meta(gt=0.0)] | None = None
     """Seconds, seconds per token, tokens per second, or a share: an arm must stay on the good side of it."""
     max_worsening: Annotated[float, msgspec.Meta(gt=0.0, le=10.0)] | None = None

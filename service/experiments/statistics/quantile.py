@@ -37,7 +37,7 @@ class Quantile(NamedTuple):
 def bin_of(value: float) -> int:
     if value <= SMALLEST:
         return 0
-    return min(int(math.log(value / SMALLEST) / math.log(GROWTH)), NUM_BINS - 1)
+    return int(min(math.log(value / SMALLEST) / math.log(GROWTH), NUM_BINS - 1))
 
 
 class SampleSize(NamedTuple):

@@ -43,10 +43,19 @@ def half_width(standard_error: npt.ArrayLike, freedom: npt.ArrayLike, *, alpha: 
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         ratio = np.square(error / scale)
         boundary = np.sqrt((1.0 + ratio) * (np.log1p(1.0 / ratio) - 2.0 * math.log(alpha)))
-        student = -special.stdtrit(np.maximum(degrees, 1.0), special.ndtr(-boundary))
-        width = error * np.maximum(student, boundary)
+        width = error * _student(boundary, np.maximum(degrees, 1.0))
     width = np.where(error == 0.0, 0.0, width)
     return np.where((degrees < 1.0) | np.isnan(width), np.inf, width)
+
+
+def _student(boundary: Floats, freedom: Floats) -> Floats:
+    """Student's quantile with the tail of a normal one, by Wallace's formula [1959]: a little wide, never narrow.
+
+    The exact quantile is lost to underflow where early looks need it, many standard errors out.
+    """
+    shrunk = boundary * (8.0 * freedom + 3.0) / (8.0 * freedom + 1.0)
+    quantile: Floats = np.sqrt(freedom * np.expm1(np.square(shrunk) / freedom))
+    return quantile
 
 
 def proportion_interval(successes: float, trials: float, *, alpha: float) -> Interval:
