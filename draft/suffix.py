@@ -97,7 +97,7 @@ class SuffixProposer:
     name = "suffix"
     needs_features: tuple[int, ...] = ()
 
-    def __init__(self, corpus_capacity: int = 2**18) -> None:
+    def __init__(self, corpus_capacity: int) -> None:
         self.corpus = Corpus(corpus_capacity, SHARED_ORDERS)
         self._lives: Lives[_Life] = Lives()
 

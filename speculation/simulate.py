@@ -23,11 +23,9 @@ from draft.config import (
     SpeculationConfig,
     resolve,
 )
-from draft.ngram import NgramProposer
-from draft.prediction import PredictionProposer
 from draft.proposer import DraftContext, Proposer
+from draft.registry import lookup_proposers
 from draft.roster import Roster
-from draft.suffix import SuffixProposer
 from draft.tree import Draft
 from speculation.controller import DraftLengthController
 from speculation.cost_model import StepCostModel
@@ -140,7 +138,7 @@ class Simulator:
     ) -> None:
         """`costs` says how long steps take, and what the controller knows of it. `proposers`: all lookups if None."""
         self._costs = costs
-        self._roster = Roster(model_free_proposers() if proposers is None else proposers, clock=clock)
+        self._roster = Roster(lookup_proposers() if proposers is None else proposers, clock=clock)
         self._control = DraftLengthController(costs)
         self._num_concurrent = num_concurrent
         self._clock = clock
@@ -208,11 +206,6 @@ class Simulator:
         token_ids = sequence.rest[:num_tokens]
         sequence.token_ids += token_ids
         self._roster.commit(sequence.seq_id, token_ids, None)
-
-
-def model_free_proposers() -> dict[str, Proposer]:
-    """Every proposer that needs no model, by method."""
-    return {"prediction": PredictionProposer(), "suffix": SuffixProposer(), "ngram": NgramProposer()}
 
 
 def follow(draft: Draft, token_ids: Sequence[int]) -> tuple[int, ...]:

@@ -90,7 +90,7 @@ def test_an_index_that_doubles_forgets_nothing() -> None:
 
 def test_longer_matches_give_longer_drafts() -> None:
     """The depth is the match length times the factor, up to the limit."""
-    proposer = SuffixProposer()
+    proposer = SuffixProposer(2**12)
     config = SuffixConfig(length_factor=1.0, min_confidence=0.0)
     for length in (2, 4, 6):
         tokens = [*range(10, 30), 1, *range(10, 10 + length)]
@@ -101,7 +101,7 @@ def test_longer_matches_give_longer_drafts() -> None:
 
 def test_the_more_frequent_continuation_comes_first_and_both_are_in_the_tree() -> None:
     """Of two continuations the one seen more often has the higher confidence; a chain has that one alone."""
-    proposer = SuffixProposer()
+    proposer = SuffixProposer(2**12)
     for response in ([1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 5]):
         respond(proposer, response)
     proposer.start(0, [9, 1, 2, 3])
@@ -123,7 +123,7 @@ def test_votes_grow_with_match_and_depth() -> None:
 
 def test_salts_are_apart() -> None:
     """A tenant's finished response is drafted for that tenant and for nobody else."""
-    proposer = SuffixProposer()
+    proposer = SuffixProposer(2**12)
     respond(proposer, [1, 2, 3, 4], "a")
     for seq_id, salt in enumerate(("a", "b", "")):
         proposer.start(seq_id, [8, 1, 2], cache_salt=salt)
@@ -152,7 +152,7 @@ def test_the_oldest_responses_are_evicted() -> None:
 
 def test_prompts_are_not_shared() -> None:
     """Responses go to the shared corpus; a prompt stays with its sequence."""
-    proposer = SuffixProposer()
+    proposer = SuffixProposer(2**12)
     proposer.start(0, [1, 2, 3, 4])
     proposer.finish(0)
     assert proposer.corpus.num_tokens == 0
@@ -160,7 +160,7 @@ def test_prompts_are_not_shared() -> None:
 
 def test_verbs_out_of_order_raise() -> None:
     """Each verb on a sequence that is not alive, a second start, and a propose before its commit are refused."""
-    proposer = SuffixProposer()
+    proposer = SuffixProposer(2**12)
     with pytest.raises(ValueError, match="sequence 4 was never started"):
         proposer.commit(4, [1], None)
     with pytest.raises(ValueError, match="sequence 4 was never started"):
