@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from time import perf_counter
 from typing import Protocol
@@ -94,6 +94,11 @@ class Roster:
         """Methods it can serve."""
         return frozenset(self._proposers)
 
+    @property
+    def all_feature_layers(self) -> tuple[int, ...]:
+        """Layers of whose hidden states any proposer learns, ascending."""
+        return tuple(sorted({layer for proposer in self._proposers.values() for layer in proposer.needs_features}))
+
     def feature_layers(self, config: SpeculationConfig) -> tuple[int, ...]:
         """Layers of whose hidden states some proposer of this config learns, ascending."""
         wanted = {layer for single in single_configs(config) for layer in self._of(single).needs_features}
@@ -129,22 +134,23 @@ class Roster:
 
     def _ask(self, method: str, turns: Sequence[_Turn], control: DraftControl) -> None:
         """One method drafts for all that wait for it, but those for which it does not pay."""
-        contexts = [replace(turn.context, config=turn.configs[0]) for turn in turns]
-        asked: list[tuple[_Turn, DraftContext]] = []
+        contexts = [_asking(turn.context, turn.configs[0], control.min_confidence) for turn in turns]
+        asked: list[_Turn] = []
+        asked_contexts: list[DraftContext] = []
         limits: list[int] = []
         for turn, context, limit in zip(turns, contexts, control.limits(contexts), strict=True):
             if limit > 0:
-                is_fixed = bounds_of(turn.configs[0]).is_fixed
-                asked.append((turn, context if is_fixed else replace(context, min_confidence=control.min_confidence)))
+                asked.append(turn)
+                asked_contexts.append(context)
                 limits.append(min(limit, turn.most))
             else:
                 self._settle(turn, context, Draft.none("does_not_pay", method), 0.0, control)
         if not asked:
             return
         started = self._clock()
-        drafts = self._proposers[method].propose([context for _, context in asked], limits)
+        drafts = self._proposers[method].propose(asked_contexts, limits)
         control.note_drafting(method, drafts, self._clock() - started)
-        for (turn, context), draft in zip(asked, drafts, strict=True):
+        for turn, context, draft in zip(asked, asked_contexts, drafts, strict=True):
             self._settle(turn, context, draft, control.appraise(context, draft), control)
 
     @staticmethod
@@ -184,6 +190,19 @@ class Roster:
         if seq_id not in self._methods:
             raise ValueError(f"sequence {seq_id} was never started, or has finished")
         return self._methods[seq_id]
+
+
+def _asking(context: DraftContext, config: SingleConfig, min_confidence: float) -> DraftContext:
+    """The context as one of its config's proposers sees it. A size that the user chose is drafted to its end."""
+    return DraftContext(
+        context.seq_id,
+        context.token_ids,
+        context.num_prompt_tokens,
+        context.sampling,
+        config,
+        context.cache_salt,
+        0.0 if bounds_of(config).is_fixed else min_confidence,
+    )
 
 
 def _columns(features: Features, layers: Sequence[int], needed: Sequence[int]) -> Features:

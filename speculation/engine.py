@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from itertools import count
 
 import torch
 
 from cache_store.block_pool import BlockPool
-from draft.config import NoSpeculation, SpeculationConfig, method_of
-from draft.proposer import DraftContext, Features, Proposer
+from draft.config import AutoConfig, FirstConfig, NoSpeculation, SpeculationConfig, resolve
+from draft.roster import Roster
 from draft.tree import Draft
+from speculation.controller import DraftLengthController
 from speculation.counters import EngineCounters
+from speculation.drafting import Drafting
 from speculation.messages import Rejected, SequenceOutput, Stats, Submit, TokenLogprob
-from speculation.scheduler import ScheduledSequence, Scheduler, StepPlan
+from speculation.scheduler import Scheduler, StepPlan
 from speculation.sequence import Sequence
 from speculation.step_batch import SequenceRows, StepBatch, StepBatchBuilder
 from speculation.verify import Verdict, walk
-from target.batch import MAX_TREE_SIZE, ForwardOutput
+from target.batch import ForwardOutput
 from target.layout import slots_of
 from target.runner import Runner
 from target.sampling import RowLogprobs, SampledRows, sample, score
-
-AUTO_NUM_SPECULATIVE_TOKENS = 8
 
 
 class Engine:
@@ -37,7 +36,8 @@ class Engine:
     def __init__(
         self,
         runner: Runner,
-        proposers: Mapping[str, Proposer],
+        roster: Roster,
+        controller: DraftLengthController,
         *,
         model_fingerprint: str,
         default_config: SpeculationConfig,
@@ -47,22 +47,25 @@ class Engine:
         max_model_len: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Raises ValueError for a default config whose method `roster` does not have."""
         self.pool = BlockPool(runner.kv_pool.num_blocks, runner.kv_pool.block_size)
         self.max_model_len = min(max_model_len or runner.config.max_model_len, runner.config.max_model_len)
-        self.max_waiting = max_waiting
+        self._methods = roster.methods
+        resolve(default_config, self._methods)
         self._scheduler = Scheduler(
             self.pool,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             model_fingerprint=model_fingerprint,
         )
+        self._max_waiting = max_waiting
         self._runner = runner
-        self._proposers = proposers
         self._default_config = default_config
         self._clock = clock
-        self._feature_layers = {name: proposer.needs_features for name, proposer in proposers.items()}
-        layers = tuple(sorted({layer for needed in self._feature_layers.values() for layer in needed}))
-        self._builder = StepBatchBuilder(runner.kv_pool.block_size, runner.config.eos_token_ids, layers)
+        self._drafting = Drafting(roster, controller, hidden_size=runner.config.hidden_size)
+        self._builder = StepBatchBuilder(
+            runner.kv_pool.block_size, runner.config.eos_token_ids, self._drafting.feature_layers
+        )
         self._sequences: dict[str, Sequence] = {}
         self._seq_ids = count()
         self._counters = EngineCounters()
@@ -75,24 +78,26 @@ class Engine:
     @property
     def methods(self) -> list[str]:
         """Speculation methods this engine can serve."""
-        return [method_of(NoSpeculation()), *self._proposers]
+        every = (NoSpeculation, AutoConfig, FirstConfig)
+        return [*(str(kind.__struct_config__.tag) for kind in every), *sorted(self._methods)]
 
     def submit(self, request: Submit) -> Rejected | None:
         """Take a sequence into the queue, or say why not; then nothing of it is kept."""
+        try:
+            config = resolve(
+                request.speculation or self._default_config,
+                self._methods,
+                has_prediction=bool(request.prediction_token_ids),
+            )
+        except ValueError as error:
+            return _rejected(request, "invalid", str(error), "speculation.method")
         refusal = self._refusal(request)
         if refusal is not None:
             return refusal
-        config = request.speculation or self._default_config
         sequence = Sequence(next(self._seq_ids), request, config, self._clock())
         self._sequences[request.request_id] = sequence
         self._scheduler.add(sequence)
-        if (proposer := self._proposer_of(sequence)) is not None:
-            proposer.start(
-                sequence.seq_id,
-                sequence.token_ids,
-                cache_salt=request.cache_salt,
-                prediction=request.prediction_token_ids,
-            )
+        self._drafting.start(sequence)
         self._counters.totals["requests"] += 1
         return None
 
@@ -109,7 +114,9 @@ class Engine:
     def step(self) -> list[SequenceOutput]:
         """Advance every scheduled sequence: guess, verify all guesses in one forward, commit what the target says."""
         started = self._clock()
-        plan = self._scheduler.plan(self._propose())
+        ready = self._scheduler.ready_for_draft()
+        drafts = self._drafting.propose(ready, self._scheduler.num_rows_behind)
+        plan = self._scheduler.plan(drafts)
         self._note_plan(plan, started)
         batch = self._builder.build(plan)
         forward = self._runner.forward(batch.forward)
@@ -118,10 +125,10 @@ class Engine:
         self._move_accepted(batch, verdicts)
         now = self._clock()
         outputs = [
-            self._commit(rows, verdict, sampled, forward, now)
+            self._commit(rows, verdict, sampled, forward, now, now - started)
             for rows, verdict in zip(batch.rows, verdicts, strict=True)
         ]
-        self._counters.note_step(now - started)
+        self._note_step(plan, outputs, self._clock() - started)
         return [output for output in outputs if output is not None]
 
     def stats(self) -> Stats:
@@ -144,63 +151,22 @@ class Engine:
             raise AssertionError(f"{self.pool.num_in_use} blocks are in use although no sequence is here")
 
     def _refusal(self, request: Submit) -> Rejected | None:
-        def reject(code: str, message: str, param: str | None = None) -> Rejected:
-            return Rejected(request_id=request.request_id, code=code, message=message, param=param)
-
-        num_prompt, num_tokens = (
-            len(request.prompt_token_ids),
-            len(request.prompt_token_ids) + request.sampling.max_tokens,
-        )
-        capacity = self.pool.num_usable * self.pool.block_size
-        method = method_of(request.speculation) if request.speculation is not None else None
+        num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+        most = min(self.max_model_len, self.pool.num_usable * self.pool.block_size)
         vocab_size = self._runner.config.vocab_size
         if request.request_id in self._sequences:
-            return reject("invalid", f"request id {request.request_id!r} is in use")
+            return _rejected(request, "invalid", f"request id {request.request_id!r} is in use")
         if num_prompt == 0:
-            return reject("invalid", "the prompt has no tokens; at least one is needed", "prompt")
+            return _rejected(request, "invalid", "the prompt has no tokens; at least one is needed", "prompt")
         if not all(0 <= token_id < vocab_size for token_id in (*request.prompt_token_ids, *request.output_token_ids)):
-            return reject("invalid", f"token ids must be between 0 and {vocab_size - 1}", "prompt")
-        if num_tokens > min(self.max_model_len, capacity):
-            most = min(self.max_model_len, capacity)
-            message = (
-                f"{num_prompt} prompt tokens and max_tokens {request.sampling.max_tokens} exceed the context of {most}"
-            )
-            return reject("invalid", message, "max_tokens")
-        if method is not None and method not in self.methods:
-            return reject(
-                "invalid", f"method {method!r} is not served here; one of {self.methods}", "speculation.method"
-            )
-        if len(self._scheduler.waiting) >= self.max_waiting:
-            return reject("overloaded", f"{len(self._scheduler.waiting)} requests are waiting already; try again later")
+            return _rejected(request, "invalid", f"token ids must be between 0 and {vocab_size - 1}", "prompt")
+        if num_prompt + max_tokens > most:
+            message = f"{num_prompt} prompt tokens and max_tokens {max_tokens} exceed the context of {most}"
+            return _rejected(request, "invalid", message, "max_tokens")
+        num_waiting = len(self._scheduler.waiting)
+        if num_waiting >= self._max_waiting:
+            return _rejected(request, "overloaded", f"{num_waiting} requests are waiting already; try again later")
         return None
-
-    def _proposer_of(self, sequence: Sequence) -> Proposer | None:
-        return self._proposers.get(method_of(sequence.config))
-
-    def _propose(self) -> dict[int, Draft]:
-        """Drafts by seq_id, of every sequence that could verify one; each proposer is asked once, for all of its own."""
-        drafts: dict[int, Draft] = {}
-        asked: dict[str, list[tuple[DraftContext, int]]] = {}
-        for sequence in self._scheduler.ready_for_draft():
-            limit = self._limit(sequence)
-            if self._proposer_of(sequence) is None:
-                drafts[sequence.seq_id] = Draft.none("disabled")
-            elif limit <= 0:
-                drafts[sequence.seq_id] = Draft.none("last_token")
-            else:
-                asked.setdefault(method_of(sequence.config), []).append((_context(sequence), limit))
-        for method, entries in asked.items():
-            contexts, limits = [c for c, _ in entries], [n for _, n in entries]
-            answers = self._proposers[method].propose(contexts, limits)
-            drafts.update((c.seq_id, draft) for c, draft in zip(contexts, answers, strict=True))
-        return drafts
-
-    def _limit(self, sequence: Sequence) -> int:
-        """How many tokens to guess at most for this sequence in this step."""
-        wanted = getattr(sequence.config, "num_speculative_tokens", 0)
-        if wanted == "auto":
-            wanted = AUTO_NUM_SPECULATIVE_TOKENS
-        return min(int(wanted), sequence.num_remaining_tokens - 1, MAX_TREE_SIZE)
 
     def _note_plan(self, plan: StepPlan, now: float) -> None:
         self._counters.totals["preemptions"] += len(plan.preempted)
@@ -239,37 +205,53 @@ class Engine:
         self._runner.kv_pool.move(sources, destinations)
 
     def _commit(
-        self, rows: SequenceRows, verdict: Verdict | None, sampled: SampledRows, forward: ForwardOutput, now: float
+        self,
+        rows: SequenceRows,
+        verdict: Verdict | None,
+        sampled: SampledRows,
+        forward: ForwardOutput,
+        now: float,
+        step_seconds: float,
     ) -> SequenceOutput | None:
         """Append what was verified, keep the pool true to it, and tell the proposer and the client."""
         scheduled, sequence = rows.scheduled, rows.scheduled.sequence
         assert sequence.table is not None
         computed_from = sequence.num_computed_tokens
         sequence.num_computed_tokens += scheduled.num_chain
-        self._note_chunk(scheduled, computed_from, now)
+        self._note_chunk(sequence, scheduled.num_chain, now)
         self._score_prompt(rows, forward)
         token_ids: list[int] = []
         path: tuple[int, ...] = ()
         if verdict is not None:
             token_ids = self._truncate(sequence, verdict)
             path = verdict.path[: len(token_ids)]
-            self._note_draft(scheduled, path)
+            self._note_draft(sequence, scheduled.draft, path)
+            sequence.counters.saved_seconds += self._drafting.saved_seconds(sequence, len(token_ids), step_seconds)
             sequence.append(token_ids)
             sequence.num_computed_tokens += max(len(token_ids) - 1, 0)
         self.pool.trim(sequence.table, max(sequence.num_tokens, sequence.num_computed_tokens))
         self.pool.commit(sequence.table, sequence.token_ids, sequence.num_computed_tokens)
-        self._tell_proposer(rows, path, token_ids, computed_from, forward)
+        features = self._features(rows, path[: max(len(token_ids) - 1, 0)], forward)
+        self._drafting.commit(sequence, token_ids, features, computed_from)
         output = self._output(rows, path, token_ids, sampled, now) if verdict is not None else None
         if sequence.is_finished:
             self._retire(sequence)
         return output
 
-    def _note_chunk(self, scheduled: ScheduledSequence, computed_from: int, now: float) -> None:
-        sequence = scheduled.sequence
+    def _note_step(self, plan: StepPlan, outputs: list[SequenceOutput | None], seconds: float) -> None:
+        self._counters.note_step(seconds)
+        self._drafting.end(
+            num_tokens=sum(len(output.token_ids) for output in outputs if output is not None),
+            num_rows=sum(scheduled.num_chain + len(scheduled.draft) for scheduled in plan.scheduled),
+            step_seconds=seconds,
+            is_pure=bool(plan.scheduled) and all(s.num_chain == 1 and s.completes for s in plan.scheduled),
+        )
+
+    def _note_chunk(self, sequence: Sequence, num_chain: int, now: float) -> None:
         if sequence.counters.prefill_end is None:
             sequence.counters.num_prefill_chunks += 1
-            self._counters.totals["prompt_tokens"] += scheduled.num_chain
-            if computed_from + scheduled.num_chain >= sequence.num_prompt_tokens:
+            self._counters.totals["prompt_tokens"] += num_chain
+            if sequence.num_computed_tokens >= sequence.num_prompt_tokens:
                 sequence.counters.prefill_end = now
 
     def _score_prompt(self, rows: SequenceRows, forward: ForwardOutput) -> None:
@@ -298,39 +280,20 @@ class Engine:
             sequence.finish_reason = "length"
         return token_ids
 
-    def _note_draft(self, scheduled: ScheduledSequence, path: tuple[int, ...]) -> None:
-        sequence = scheduled.sequence
+    def _note_draft(self, sequence: Sequence, draft: Draft, path: tuple[int, ...]) -> None:
         sequence.counters.num_steps += 1
-        sequence.note_draft(scheduled.draft, len(path))
-        self._counters.note_draft(scheduled.draft, path)
+        sequence.note_draft(draft, len(path))
+        self._counters.note_draft(draft, path)
+        self._drafting.observe(sequence, draft, path)
 
-    def _tell_proposer(
-        self,
-        rows: SequenceRows,
-        path: tuple[int, ...],
-        token_ids: list[int],
-        computed_from: int,
-        forward: ForwardOutput,
-    ) -> None:
-        proposer = self._proposer_of(rows.scheduled.sequence)
-        if proposer is None:
-            return
-        features = None
-        if proposer.needs_features and forward.features is not None:
-            chain = range(rows.first_row, rows.first_row + rows.scheduled.num_chain)
-            accepted = [chain.stop + node for node in path[: max(len(token_ids) - 1, 0)]]
-            index = torch.tensor([*chain, *accepted], device=forward.features.device)
-            features = Features(computed_from, forward.features[index][:, self._columns(proposer, forward)])
-        if token_ids or features is not None:
-            proposer.commit(rows.scheduled.sequence.seq_id, token_ids, features)
-
-    def _columns(self, proposer: Proposer, forward: ForwardOutput) -> torch.Tensor:
-        """Which columns of the features this proposer asked for: batches carry the union of all proposers' layers."""
-        assert forward.features is not None
-        hidden = self._runner.config.hidden_size
-        layers = self._builder.feature_layers
-        starts = [layers.index(layer) * hidden for layer in proposer.needs_features]
-        return torch.cat([torch.arange(start, start + hidden) for start in starts]).to(forward.features.device)
+    @staticmethod
+    def _features(rows: SequenceRows, accepted: tuple[int, ...], forward: ForwardOutput) -> torch.Tensor | None:
+        """Those of the tokens that are committed and were computed in this step: the chain, then accepted nodes."""
+        if forward.features is None:
+            return None
+        chain_end = rows.first_row + rows.scheduled.num_chain
+        index = [*range(rows.first_row, chain_end), *(chain_end + node for node in accepted)]
+        return forward.features[torch.tensor(index, device=forward.features.device)]
 
     def _output(
         self, rows: SequenceRows, path: tuple[int, ...], token_ids: list[int], sampled: SampledRows, now: float
@@ -359,19 +322,12 @@ class Engine:
         """Forget a sequence that has ended."""
         self._scheduler.remove(sequence)
         del self._sequences[sequence.request.request_id]
-        if (proposer := self._proposer_of(sequence)) is not None:
-            proposer.finish(sequence.seq_id)
+        self._drafting.finish(sequence)
+        self._counters.saved_seconds += sequence.counters.saved_seconds
 
 
-def _context(sequence: Sequence) -> DraftContext:
-    return DraftContext(
-        seq_id=sequence.seq_id,
-        token_ids=sequence.token_ids,
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        sampling=sequence.sampling,
-        config=sequence.config,
-        cache_salt=sequence.request.cache_salt,
-    )
+def _rejected(request: Submit, code: str, message: str, param: str | None = None) -> Rejected:
+    return Rejected(request_id=request.request_id, code=code, message=message, param=param)
 
 
 def _token_logprob(row: RowLogprobs) -> TokenLogprob:

@@ -98,6 +98,12 @@ class Scheduler:
         """Sequences whose next step yields tokens, so that a guess could be verified in it."""
         return [sequence for sequence in self.running if sequence.is_decoding]
 
+    @property
+    def num_rows_behind(self) -> int:
+        """Rows that prompts, about, will have in the next step."""
+        behind = sum(sequence.num_uncomputed_tokens for sequence in (*self.running, *self.waiting[:1]))
+        return min(behind, self.max_num_batched_tokens) - len(self.ready_for_draft())
+
     def plan(self, drafts: Mapping[int, Draft]) -> StepPlan:
         """Plan one step; `drafts` by seq_id. Reserves blocks, admits and preempts, but computes nothing."""
         return _Planning(self, drafts).plan()

@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from draft.proposer import DraftContext, Features
 from draft.tree import Draft
 
+SOURCE = "draft_model"
+"""In whose place they stand."""
+
 Truth = Callable[[DraftContext, int], list[int]]
 """What the target will say next, so many tokens of it."""
 
@@ -44,13 +47,13 @@ class Scripted:
 
 def oracle(truth: Truth) -> Callable[[DraftContext, int], Draft]:
     """Guesses right every time."""
-    return lambda context, limit: Draft.chain(tuple(truth(context, limit)), "oracle")
+    return lambda context, limit: Draft.chain(tuple(truth(context, limit)), SOURCE)
 
 
 def liar(truth: Truth, vocab_size: int) -> Callable[[DraftContext, int], Draft]:
     """Guesses wrong every time."""
     return lambda context, limit: Draft.chain(
-        tuple((token + 1) % vocab_size for token in truth(context, limit)), "liar"
+        tuple((token + 1) % vocab_size for token in truth(context, limit)), SOURCE
     )
 
 
@@ -59,7 +62,7 @@ def coin(truth: Truth, vocab_size: int, rng: random.Random) -> Callable[[DraftCo
 
     def script(context: DraftContext, limit: int) -> Draft:
         tokens = [token if rng.random() < 2 / 3 else rng.randrange(vocab_size) for token in truth(context, limit)]
-        return Draft.chain(tuple(tokens), "coin")
+        return Draft.chain(tuple(tokens), SOURCE)
 
     return script
 
@@ -80,6 +83,6 @@ def bushy(truth: Truth, vocab_size: int, rng: random.Random) -> Callable[[DraftC
             else:
                 token_ids.append(rng.randrange(vocab_size))
                 parents.append(rng.randrange(-1, len(parents)))
-        return Draft(tuple(token_ids), tuple(parents), "bushy")
+        return Draft(tuple(token_ids), tuple(parents), SOURCE)
 
     return script

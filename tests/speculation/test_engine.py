@@ -12,7 +12,10 @@ from cache_store.hashing import root_hash
 from draft.config import DraftModelConfig, NgramConfig, NoSpeculation
 from draft.ngram import NgramProposer
 from draft.proposer import DraftContext, Proposer
+from draft.roster import Roster
 from draft.tree import Draft
+from speculation.controller import DraftLengthController
+from speculation.cost_model import StepCostModel
 from speculation.engine import Engine
 from speculation.messages import SamplingParams, SequenceOutput, Submit
 from target.sampling import SamplingRow, TokenCounts, sample
@@ -67,7 +70,8 @@ def engine_with(
         proposers["draft_model"] = proposer
     return Engine(
         TokenRunner(num_blocks, block_size, eos=eos),
-        proposers,
+        Roster(proposers),
+        DraftLengthController(StepCostModel()),
         model_fingerprint="integers",
         default_config=NoSpeculation(),
         max_num_seqs=max_num_seqs,

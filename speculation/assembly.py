@@ -1,0 +1,121 @@
+"""From settings to a running engine: model, KV pool, proposers, and what the front is told of them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import structlog
+
+from draft.draft_model import DraftModelProposer
+from draft.ngram import NgramProposer
+from draft.prediction import PredictionProposer
+from draft.proposer import Proposer
+from draft.roster import Roster
+from draft.suffix import SuffixProposer
+from draft.tokenizer_match import require_same_tokenizer
+from speculation.calibration import time_steps
+from speculation.controller import DraftLengthController
+from speculation.cost_model import StepCostModel
+from speculation.engine import Engine
+from speculation.messages import Ready
+from speculation.settings import EngineSettings
+from target.config import ModelConfig
+from target.embedded import cached_conversion, embedded_model_dir
+from target.fingerprint import model_fingerprint
+from target.hf_config import read_config
+from target.load import load_runner
+from target.runner import Runner
+
+DEFAULT_KV_MEMORY = 1 << 30
+"""Bytes of the KV pool where nothing is set."""
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 4}
+
+
+def assemble(settings: EngineSettings) -> tuple[Engine, Ready]:
+    """Load everything `settings` name. Raises ValueError, naming the setting, for what does not fit together."""
+    cache_dir = Path(settings.cache_dir).expanduser()
+    folder = model_folder(settings.model, cache_dir)
+    config = read_config(folder)
+    num_blocks = settings.num_blocks or max(_kv_memory(settings) // _block_bytes(config, settings), 2)
+    runner = _load(folder, settings, num_blocks)
+    proposers: dict[str, Proposer] = {
+        "ngram": NgramProposer(),
+        "suffix": SuffixProposer(),
+        "prediction": PredictionProposer(),
+    }
+    if settings.draft_model is not None:
+        draft_folder = model_folder(settings.draft_model, cache_dir)
+        require_same_tokenizer(folder, draft_folder)
+        proposers["draft_model"] = _draft_model(draft_folder, settings, num_blocks, target=config)
+    costs = StepCostModel()
+    identity = model_fingerprint(folder, dtype=settings.dtype, quantization=settings.quantization)
+    engine = Engine(
+        runner,
+        Roster(proposers),
+        DraftLengthController(costs),
+        model_fingerprint=identity,
+        default_config=settings.speculation,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_waiting=settings.max_waiting,
+        max_model_len=settings.max_model_len,
+    )
+    costs.calibrate(time_steps(runner, engine.pool, time.monotonic))
+    return engine, Ready(
+        model_fingerprint=identity,
+        model_folder=str(folder),
+        max_model_len=engine.max_model_len,
+        vocab_size=config.vocab_size,
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        methods=engine.methods,
+        max_waiting=settings.max_waiting,
+        description=runner.description,
+    )
+
+
+def model_folder(model: str, cache_dir: Path) -> Path:
+    """The Hugging Face folder of a model that is "embedded", a .gguf file (converted once) or such a folder already."""
+    if model == "embedded":
+        return embedded_model_dir(cache_dir)
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf":
+        return cached_conversion(path, structlog.get_logger("engine").info, cache_dir)
+    if not path.is_dir():
+        raise ValueError(f'model is {model!r}; it must be a Hugging Face folder, a .gguf file or "embedded"')
+    return path
+
+
+def _load(folder: Path, settings: EngineSettings, num_blocks: int) -> Runner:
+    return load_runner(
+        folder,
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        device=settings.device,
+        dtype=settings.dtype,
+        backend=settings.backend,
+        max_model_len=settings.max_model_len,
+    )
+
+
+def _draft_model(folder: Path, settings: EngineSettings, num_blocks: int, *, target: ModelConfig) -> Proposer:
+    """A draft model whose pool holds as many tokens as the target's."""
+    runner = _load(folder, settings, num_blocks)
+    return DraftModelProposer(
+        runner,
+        model_fingerprint=model_fingerprint(folder, dtype=settings.dtype, quantization=settings.quantization),
+        vocab_size=target.vocab_size,
+        eos_token_ids=target.eos_token_ids,
+        max_catch_up_tokens=settings.max_num_batched_tokens,
+    )
+
+
+def _kv_memory(settings: EngineSettings) -> int:
+    return settings.kv_memory or DEFAULT_KV_MEMORY
+
+
+def _block_bytes(config: ModelConfig, settings: EngineSettings) -> int:
+    """Bytes of one block in every layer, keys and values."""
+    numbers = 2 * config.num_layers * config.num_kv_heads * config.head_size * settings.block_size
+    return numbers * ELEMENT_BYTES[settings.dtype]

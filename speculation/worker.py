@@ -1,0 +1,159 @@
+"""The engine process: `python -m speculation.worker --socket PATH --settings JSON`.
+
+It connects to the front's Unix socket, loads, says `Ready`, and then alternates between taking commands and stepping.
+A second thread only reads the socket; everything else happens in this one, so the engine needs no lock.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before torch loads its thread pool: threads that spin while they wait take the cores from everybody else.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import argparse
+import logging
+import queue
+import socket
+import sys
+import threading
+import time
+
+import msgspec
+import structlog
+
+from speculation.assembly import assemble
+from speculation.engine import Engine
+from speculation.framing import FrameReader, FramingError, encode_frame
+from speculation.messages import Abort, Command, Drain, Event, Rejected, SequenceOutput, StepOutputs, Submit
+from speculation.settings import EngineSettings
+
+STATS_SECONDS = 0.25
+"""At most so often the front is told gauges and totals."""
+
+
+class Worker:
+    """One engine and its connection to the front. When the front goes away, so does the worker."""
+
+    def __init__(self, connection: socket.socket, engine: Engine, *, check_invariants: bool) -> None:
+        self._connection = connection
+        self._engine = engine
+        self._check_invariants = check_invariants
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._draining = False
+        self._stats_at = 0.0
+        self._log = structlog.get_logger("engine")
+
+    def run(self) -> None:
+        """Serve until the front closes the connection, or everything is done after `Drain`."""
+        threading.Thread(target=self._read, name="front-reader", daemon=True).start()
+        while self._take_commands():
+            if self._engine.has_work:
+                self._send_outputs(self._engine.step())
+                if self._check_invariants:
+                    self._engine.check()
+            elif self._draining:
+                break
+            self._send_stats()
+
+    def _read(self) -> None:
+        """Thread: commands from the socket into the queue; None when there will be no more."""
+        reader: FrameReader[Command] = FrameReader(Command)
+        try:
+            while data := self._connection.recv(1 << 16):
+                for command in reader.feed(data):
+                    self._commands.put(command)
+        except (OSError, FramingError) as error:
+            self._log.warning("front_connection_lost", error=str(error))
+        self._commands.put(None)
+
+    def _take_commands(self) -> bool:
+        """Handle what has come in, waiting for it when there is nothing else to do. False when the front is gone."""
+        if not self._engine.has_work and not self._draining:
+            self._engine.check()
+            self._send_stats(now=True)
+            if not self._handle(self._commands.get()):
+                return False
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return True
+            if not self._handle(command):
+                return False
+
+    def _handle(self, command: Command | None) -> bool:
+        match command:
+            case None:
+                return False
+            case Submit():
+                refusal = self._refusal_of(command)
+                if refusal is not None:
+                    self._send(refusal)
+            case Abort(request_id):
+                output = self._engine.abort(request_id)
+                if output is not None:
+                    self._send_outputs([output])
+            case Drain():
+                self._draining = True
+        return True
+
+    def _refusal_of(self, request: Submit) -> Rejected | None:
+        if self._draining:
+            return Rejected(request_id=request.request_id, code="draining", message="the engine is being shut down")
+        return self._engine.submit(request)
+
+    def _send_outputs(self, outputs: list[SequenceOutput]) -> None:
+        if outputs:
+            self._send(StepOutputs(outputs))
+
+    def _send_stats(self, *, now: bool = False) -> None:
+        clock = time.monotonic()
+        if now or clock - self._stats_at >= STATS_SECONDS:
+            self._stats_at = clock
+            self._send(self._engine.stats())
+
+    def _send(self, event: Event) -> None:
+        self._connection.sendall(encode_frame(event))
+
+
+def configure_logs(level: str) -> None:
+    """JSON lines on stderr."""
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one engine until its front is gone. Exit status 1 if it could not load or a step failed."""
+    parser = argparse.ArgumentParser(prog="python -m speculation.worker", description=__doc__)
+    parser.add_argument("--socket", required=True, help="Unix socket the front listens on")
+    parser.add_argument("--settings", required=True, help="EngineSettings as JSON")
+    arguments = parser.parse_args(argv)
+    settings = msgspec.json.decode(arguments.settings, type=EngineSettings)
+    configure_logs(settings.log_level)
+    log = structlog.get_logger("engine")
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(arguments.socket)
+            engine, ready = assemble(settings)
+            log.info("engine_ready", path=ready.description, blocks=ready.num_blocks, methods=ready.methods)
+            connection.sendall(encode_frame(ready))
+            Worker(connection, engine, check_invariants=settings.check_invariants).run()
+    except BrokenPipeError:
+        log.info("front_gone")
+    except Exception as error:
+        log.exception("engine_failed", error=str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
