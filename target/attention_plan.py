@@ -84,7 +84,7 @@ class AttentionPlanner:
         )
 
     def _tiles(self, batch: ForwardBatch, rows: _Rows, sequence: int) -> list[_Tile]:
-        """The tiles of one sequence: rows in slot order together, a branching tree's full blocks together, its tails alone."""
+        """One sequence's tiles: rows in slot order together; a branching tree's full blocks, too; its tails alone."""
         start, end = int(batch.row_starts[sequence]), int(batch.row_starts[sequence + 1])
         in_order = np.flatnonzero(rows.in_slot_order[start:end]) + start
         tiles = [
@@ -107,7 +107,7 @@ class AttentionPlanner:
         return [rows[i : i + largest] for i in range(0, len(rows), largest)]
 
     def _tail(self, batch: ForwardBatch, rows: _Rows, sequence: int, row: int, tail_block: int) -> _Tile:
-        """The last key blocks of one tree row: committed tokens, then its ancestors by depth, each at its logical place."""
+        """The last key blocks of one tree row: committed tokens, then its path, each at its logical place."""
         first, end = max(int(rows.first_block[row]), tail_block), int(rows.end_block[row])
         logical = np.arange(first * self._key_block, end * self._key_block)
         slots = self._slots(batch, np.full(len(logical), sequence), logical)

@@ -126,11 +126,11 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
 def main() -> int:
     """Fetch the embedded model and print its folder: `python -m target.embedded`."""
     try:
-        folder = fetch_embedded(lambda message: print(message, file=sys.stderr))  # noqa: T201  a command prints
+        folder = fetch_embedded(lambda message: print(message, file=sys.stderr))
     except CheckpointError as error:
-        print(f"forerun: {error}", file=sys.stderr)  # noqa: T201  a command prints
+        print(f"forerun: {error}", file=sys.stderr)
         return 1
-    print(folder)  # noqa: T201  a command prints
+    print(folder)
     return 0
 
 

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is missing, truncated, or not what its config says; the message names file, field and remedy."""
+    """A checkpoint that is missing, truncated, or not what its config says; the message names file, field and cure."""

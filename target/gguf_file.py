@@ -50,7 +50,7 @@ class GGUFModel:
     """A GGUF file: its config and its weights under their Hugging Face names, dequantised one at a time."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `CheckpointError` if the file is missing, truncated, or of an architecture the decoder does not compute."""
+        """Raises `CheckpointError` if the file is missing, truncated, or of an architecture we do not compute."""
         self._path = path
         if not path.is_file():
             raise CheckpointError(f"{path} does not exist; a model is a Hugging Face folder or a .gguf file")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
+import torch
+
+from target.checkpoint import load_weights
 from target.hf_config import read_config
 from target.runner import Runner
+from target.torch_runner import TorchRunner
 
-if TYPE_CHECKING:
-    import torch
-
-Backend = Literal["auto", "torch", "native"]
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
 def load_runner(
@@ -21,7 +21,8 @@ def load_runner(
     block_size: int = 16,
     device: str = "auto",
     dtype: str = "auto",
-    backend: Backend = "auto",
+    backend: str = "auto",
+    quantization: str = "auto",
     max_model_len: int | None = None,
 ) -> Runner:
     """Load the model in `model_dir` (a Hugging Face folder) with a KV pool of `num_blocks` blocks.
@@ -30,13 +31,10 @@ def load_runner(
     `max_model_len`: positions to serve, at most the model's own (the default).
     Raises `CheckpointError` for what is on disk, `ValueError` for the arguments.
     """
-    import torch
-
-    from target.checkpoint import load_weights
-    from target.torch_runner import TorchRunner
-
-    if backend == "native":
-        raise ValueError("backend is 'native'; only 'torch' is built in here")
+    if backend not in {"auto", "torch"}:
+        raise ValueError(f"backend is {backend!r}; it must be 'auto' or 'torch'")
+    if quantization not in {"auto", "none"}:
+        raise ValueError(f"quantization is {quantization!r}; the torch backend has 'none'")
     config = read_config(model_dir)
     length = config.max_model_len if max_model_len is None else max_model_len
     if not 1 <= length <= config.max_model_len:
@@ -50,8 +48,6 @@ def load_runner(
 
 def _device(name: str) -> torch.device:
     """The device of this name. Raises `ValueError` where torch does not have it."""
-    import torch
-
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -64,11 +60,10 @@ def _device(name: str) -> torch.device:
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
-    import torch
-
-    kinds = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
-    kinds["auto"] = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in kinds:
-        raise ValueError(f"dtype is {name!r}; it must be one of {', '.join(sorted(kinds))}")
-    dtype: torch.dtype = kinds[name]
+    """The precision of this name. Raises `ValueError` for one that models are not run in."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in DTYPES:
+        raise ValueError(f"dtype is {name!r}; it must be 'auto', {', '.join(map(repr, DTYPES))}")
+    dtype: torch.dtype = DTYPES[name]
     return dtype

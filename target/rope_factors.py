@@ -14,7 +14,7 @@ LOW_FREQ_FACTOR, HIGH_FREQ_FACTOR, ORIGINAL_POSITIONS = 1.0, 4.0, 8192
 
 
 def llama3_scaling_of(divisors: npt.NDArray[np.float32], theta: float) -> RopeScaling | None:
-    """The scaling whose frequencies are the unscaled ones divided by `divisors`, [head_size / 2]; None if there is none."""
+    """The scaling that divides frequencies by `divisors`, [head_size / 2]; None if there is none."""
     scaling = RopeScaling(
         factor=float(divisors.max()),
         low_freq_factor=LOW_FREQ_FACTOR,

@@ -63,8 +63,10 @@ def stable_row_counts(
     return tuple(count for count in candidates if agrees(count))
 
 
-def stable_tiles(queries_per_kv: int, head_size: int, key_block: int, dtype: torch.dtype, device: torch.device) -> Tiles:
-    """Tile sizes whose products with key blocks come out as those of tiles of `REFERENCE_ROWS` rows, and their padding.
+def stable_tiles(
+    queries_per_kv: int, head_size: int, key_block: int, dtype: torch.dtype, device: torch.device
+) -> Tiles:
+    """Tile sizes whose products with key blocks come out as in tiles of `REFERENCE_ROWS` rows, and their padding.
 
     The smallest multiple at which the tile of one row agrees, because that one is decoding's; without any, one size.
     """

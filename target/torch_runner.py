@@ -10,8 +10,8 @@ from target.config import ModelConfig
 from target.decoder import Decoder
 from target.kv_pool import KVPool
 from target.linear import choose_products
-from target.row_stability import stable_elementwise, stable_tiles
 from target.rope import RotaryTable
+from target.row_stability import stable_elementwise, stable_tiles
 from target.weights import ModelWeights
 
 
@@ -58,8 +58,8 @@ class TorchRunner:
         self._attention = TorchAttention(self.kv_pool, heads, window=config.sliding_window, tiles=tiles)
         stable = body.stable and head.stable and tiles.stable and stable_elementwise(dtype, device)
         self.description = (
-            f"torch on {device}, {str(dtype).removeprefix('torch.')}, products by {body.library} for rows in "
-            f"{list(body.row_counts.counts)}; rows are {'bitwise independent' if stable else 'NOT VERIFIED to be independent'}"
+            f"torch on {device}, {str(dtype).removeprefix('torch.')}, products by {body.library}, rows padded to "
+            f"{', '.join(map(str, body.row_counts.counts))}, {'found' if stable else 'NOT FOUND'} to be independent"
         )
 
     @torch.inference_mode()

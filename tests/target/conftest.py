@@ -40,6 +40,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
 }
 
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Tiny models gain nothing from a second thread."""
@@ -49,7 +50,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-SaveModel = Callable[..., tuple[Path, torch.nn.Module]]
+SaveModel = Callable[..., tuple[Path, Any]]
 
 
 def make_model(family: str, **changes: Any) -> Any:
@@ -71,7 +72,7 @@ def make_model(family: str, **changes: Any) -> Any:
 def save_model(tmp_path: Path) -> SaveModel:
     """Saves a random model of a family; gives its folder and the model."""
 
-    def save(family: str, *, max_shard_size: str = "1GB", **changes: Any) -> tuple[Path, torch.nn.Module]:
+    def save(family: str, *, max_shard_size: str = "1GB", **changes: Any) -> tuple[Path, Any]:
         model = make_model(family, **changes)
         folder = tmp_path / f"{family}-{len(list(tmp_path.iterdir()))}"
         model.save_pretrained(folder, max_shard_size=max_shard_size)
