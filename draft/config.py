@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
+from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -149,6 +150,7 @@ def single_configs(config: SpeculationConfig) -> tuple[SingleConfig, ...]:
     return config.proposers if isinstance(config, FirstConfig) else (config,)
 
 
+@lru_cache(maxsize=256)
 def bounds_of(config: SingleConfig) -> DraftBounds:
     """The size a config allows its proposer's drafts.
 

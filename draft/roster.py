@@ -26,7 +26,7 @@ class DraftControl(Protocol):
         """The least chance of a path for which verifying one more node pays; 0 takes everything."""
 
     def hope(self, context: DraftContext, config: SingleConfig) -> float:
-        """What asking `config`'s method is expected to bring, in tokens a step, net of what drafting costs."""
+        """What asking the method of `config`, one of the sequence's, is expected to bring, less what drafting costs."""
 
     def appraise(self, context: DraftContext, draft: Draft) -> float:
         """What a draft by `context.config` is expected to bring, in tokens a step, net of what verifying it costs."""
@@ -144,23 +144,23 @@ class Roster:
                 asked_contexts.append(context)
                 limits.append(min(limit, turn.most))
             else:
-                self._settle(turn, context, Draft.none("does_not_pay", method), 0.0, control)
+                self._settle(turn, Draft.none("does_not_pay", method), 0.0, control)
         if not asked:
             return
         started = self._clock()
         drafts = self._proposers[method].propose(asked_contexts, limits)
         control.note_drafting(method, drafts, self._clock() - started)
         for turn, context, draft in zip(asked, asked_contexts, drafts, strict=True):
-            self._settle(turn, context, draft, control.appraise(context, draft), control)
+            self._settle(turn, draft, control.appraise(context, draft), control)
 
     @staticmethod
-    def _settle(turn: _Turn, context: DraftContext, draft: Draft, value: float, control: DraftControl) -> None:
+    def _settle(turn: _Turn, draft: Draft, value: float, control: DraftControl) -> None:
         """Keep the better draft, and go on to the next method only where that may do better still."""
         is_first = turn.best.skipped == "disabled"
         if is_first or value > turn.value or (draft and not turn.best):
             turn.best, turn.value = draft, value
         del turn.configs[0]
-        if draft and value >= max((control.hope(context, config) for config in turn.configs), default=0.0):
+        if draft and value >= max((control.hope(turn.context, config) for config in turn.configs), default=0.0):
             turn.configs.clear()
 
     def commit(self, seq_id: int, token_ids: Sequence[int], features: Features | None) -> None:

@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from math import ceil, inf
 from typing import TYPE_CHECKING
 
-from draft.config import MODEL_FREE_METHODS, SingleConfig, bounds_of, method_of, single_configs
+from draft.config import (
+    MAX_SPECULATIVE_TOKENS,
+    MAX_TREE_SIZE,
+    MODEL_FREE_METHODS,
+    DraftBounds,
+    SingleConfig,
+    bounds_of,
+    method_of,
+    single_configs,
+)
 from draft.tree import Draft
 from speculation.acceptance import HOT_TEMPERATURE, AcceptanceModel, TrackRecord
 from speculation.cost_model import DraftingCost, StepCostModel
@@ -20,6 +29,7 @@ FIRST_REACH = 8
 VAIN_SHARE = 0.01
 """Share of all time that may go into trying again what did not pay."""
 MAX_PAUSE = 256
+UNBOUNDED = DraftBounds(MAX_TREE_SIZE, MAX_SPECULATIVE_TOKENS, is_fixed=False, is_chain=False)
 CLASS_WEIGHT = 6
 """Askings that a new sequence takes over from its class."""
 
@@ -28,6 +38,7 @@ CLASS_WEIGHT = 6
 class _Habit:
     """What asking one method has brought: one sequence, or all of its class."""
 
+    bounds: DraftBounds
     value: float = 0.3
     """Mean worth of its drafts, in tokens a step; while nothing is known, worth a try."""
     num_asked: int = 0
@@ -112,37 +123,37 @@ class DraftLengthController:
 
     def hope(self, context: DraftContext, config: SingleConfig) -> float:
         """What asking `config`'s method is expected to bring this sequence, in tokens, net of what drafting costs."""
-        if bounds_of(config).is_fixed:
-            return inf
         method = method_of(config)
         habit = self._habit(context, method)
+        if habit.bounds.is_fixed:
+            return inf
         return 0.0 if habit.rests else habit.value - self._drafting_price(method)
 
     def appraise(self, context: DraftContext, draft: Draft) -> float:
         """What this draft is expected to bring, in tokens, net of what verifying costs. Once each, empty ones too."""
-        config = single_configs(context.config)[0]
-        if bounds_of(config).is_fixed:
+        method = method_of(context.config)
+        habit = self._habit(context, method)
+        if habit.bounds.is_fixed:
             return inf if draft else 0.0
-        habit = self._habit(context, method_of(config))
         chances = self._acceptance.path_chances(draft, context.sampling.temperature, habit.record)
         gains = [chance - self._step.row_price for chance in chances if chance > self._step.row_price]
         worth = sum(gains)
         habit.note(worth, 0.15)
-        kind = self._class_of(context, method_of(config))
+        kind = self._class_of(context, method)
         kind.note(worth, 0.02)
         habit.appraised = draft, chances
         if draft:
             habit.has_confidences = kind.has_confidences = draft.confidences is not None
             was_kept_whole = len(gains) == len(draft) >= habit.reach
             wanted = 2 * habit.reach if was_kept_whole else max(FIRST_REACH, 2 * len(gains))
-            habit.reach = min(wanted, 2 * habit.reach, bounds_of(config).num_nodes)
+            habit.reach = min(wanted, 2 * habit.reach, habit.bounds.num_nodes)
         return worth
 
     def note_drafting(self, method: str, drafts: Sequence[Draft], seconds: float) -> None:
         """A proposer has drafted for several sequences in so many seconds."""
         self._step.drafting_seconds += seconds
         depth = sum(max(draft.depths, default=0) for draft in drafts) / len(drafts)
-        self._drafting.setdefault(method, DraftingCost()).observe(depth, seconds / len(drafts))
+        self._drafting_cost(method).observe(depth, seconds / len(drafts))
 
     def trim(self, contexts: Sequence[DraftContext], drafts: Sequence[Draft]) -> list[Draft]:
         """The drafts cut to the nodes that pay, all sequences weighed together against the cost curve as it is.
@@ -152,7 +163,7 @@ class DraftLengthController:
         kept: list[list[int]] = [[] for _ in drafts]
         ranked: list[tuple[float, int, int]] = []
         for i, (context, draft) in enumerate(zip(contexts, drafts, strict=True)):
-            if _is_fixed(context, draft):
+            if not draft or self._habit(context, draft.source).bounds.is_fixed:
                 kept[i] = list(range(len(draft)))
             else:
                 ranked += [(-chance, i, node) for node, chance in enumerate(self.chances(context, draft))]
@@ -168,9 +179,8 @@ class DraftLengthController:
     def observe(self, seq_id: int, draft: Draft, path: Sequence[int]) -> None:
         """The target has verified `draft` and followed the nodes of `path`, root first, and none behind them."""
         sequence = self._sequences.get(seq_id)
-        if draft and sequence is not None:
-            record = sequence.habits.setdefault(draft.source, _Habit()).record
-            self._acceptance.learn(draft, path, sequence.temperature, record)
+        if draft and sequence is not None and draft.source in sequence.habits:
+            self._acceptance.learn(draft, path, sequence.temperature, sequence.habits[draft.source].record)
 
     def end(self, *, num_tokens: int, num_rows: int, seconds: float, is_pure: bool) -> None:
         """The step took `seconds`, drafting not counted, and committed `num_tokens` tokens of all sequences.
@@ -198,11 +208,10 @@ class DraftLengthController:
         self._sequences.pop(seq_id, None)
 
     def _limit(self, context: DraftContext) -> int:
-        config = single_configs(context.config)[0]
-        bounds, method = bounds_of(config), method_of(config)
-        if bounds.is_fixed:
-            return bounds.num_nodes
+        method = method_of(context.config)
         habit = self._habit(context, method)
+        if habit.bounds.is_fixed:
+            return habit.bounds.num_nodes
         if habit.rests:
             habit.rests -= 1
             return 0
@@ -213,7 +222,7 @@ class DraftLengthController:
             habit.rests = habit.pause
         else:
             habit.pause = 0
-        return min(self._reach(context, method, habit), bounds.num_nodes)
+        return min(self._reach(context, method, habit), habit.bounds.num_nodes)
 
     def _reach(self, context: DraftContext, method: str, habit: _Habit) -> int:
         """How many nodes to ask for. A proposer without confidences cannot know where to stop, so we tell it."""
@@ -267,26 +276,26 @@ class DraftLengthController:
         return self._step.rate * self._drafting_cost(method).seconds
 
     def _drafting_cost(self, method: str) -> DraftingCost:
-        return self._drafting.setdefault(method, DraftingCost())
+        if method not in self._drafting:
+            self._drafting[method] = DraftingCost()
+        return self._drafting[method]
 
     def _habit(self, context: DraftContext, method: str) -> _Habit:
+        """What is known of a method that the sequence's config names."""
         sequence = self._sequences.get(context.seq_id)
         if sequence is None:
             sequence = self._sequences[context.seq_id] = _Sequence(context.sampling.temperature)
         habit = sequence.habits.get(method)
         if habit is None:
+            bounds = next(bounds_of(config) for config in single_configs(context.config) if method_of(config) == method)
             kind = self._class_of(context, method)
-            habit = _Habit(kind.value, min(kind.num_asked, CLASS_WEIGHT), has_confidences=kind.has_confidences)
+            habit = _Habit(bounds, kind.value, min(kind.num_asked, CLASS_WEIGHT), has_confidences=kind.has_confidences)
             sequence.habits[method] = habit
         return habit
 
     def _class_of(self, context: DraftContext, method: str) -> _Habit:
         """What all sequences of this method, sampling or not, have in common."""
-        return self._classes.setdefault((method, context.sampling.temperature >= HOT_TEMPERATURE), _Habit())
-
-
-def _is_fixed(context: DraftContext, draft: Draft) -> bool:
-    """Whether the config of the method that drafted gives its size."""
-    return any(
-        bounds_of(config).is_fixed for config in single_configs(context.config) if method_of(config) == draft.source
-    )
+        key = method, context.sampling.temperature >= HOT_TEMPERATURE
+        if key not in self._classes:
+            self._classes[key] = _Habit(UNBOUNDED)
+        return self._classes[key]
