@@ -41,7 +41,7 @@ def assemble(settings: EngineSettings) -> tuple[Engine, Ready]:
     runner = _load(folder, settings, num_blocks)
     proposers: dict[str, Proposer] = {
         "ngram": NgramProposer(),
-        "suffix": SuffixProposer(),
+        "suffix": SuffixProposer(settings.corpus_tokens),
         "prediction": PredictionProposer(),
     }
     if settings.draft_model is not None:

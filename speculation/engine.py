@@ -190,7 +190,7 @@ class Engine:
         return walk(draft, sampled.token_ids[rows.first_sampled : rows.first_sampled + 1 + len(draft)])
 
     def _move_accepted(self, batch: StepBatch, verdicts: list[Verdict | None]) -> None:
-        """Bring the keys and values of accepted tree nodes side by side, behind the committed ones. Nothing for chains."""
+        """Bring keys and values of accepted tree nodes side by side, behind the committed ones. Nothing for chains."""
         sources: list[int] = []
         destinations: list[int] = []
         for rows, verdict in zip(batch.rows, verdicts, strict=True):

@@ -70,7 +70,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
     model_fingerprint: str
     model_folder: str
-    """Where `tokenizer.json`, `tokenizer_config.json` and the chat template lie: the converted folder of a GGUF file."""
+    """Where tokenizer.json, tokenizer_config.json and the chat template lie: of a GGUF file, its converted folder."""
     max_model_len: int
     vocab_size: int
     num_blocks: int
@@ -106,6 +106,9 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
+    num_prediction_tokens: int
+    """Draft tokens that came from the client's predicted output."""
+    num_accepted_prediction_tokens: int
     accepted_histogram: list[int]
     """Entry i counts drafts of which exactly i tokens were accepted."""
     skipped_drafts: dict[str, int]

@@ -6,9 +6,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from cache_store.block_pool import BlockTable
-from draft.config import SpeculationConfig
+from draft.config import PredictionConfig, SpeculationConfig, method_of
 from draft.tree import Draft
 from speculation.messages import RequestMetrics, SamplingParams, Submit, TokenLogprob
+
+PREDICTION = method_of(PredictionConfig())
+"""Drafts of this source are counted apart, as OpenAI's usage does."""
 
 
 @dataclass(slots=True)
@@ -21,6 +24,8 @@ class SequenceCounters:
     num_cached_tokens: int = 0
     num_steps: int = 0
     num_draft_tokens: int = 0
+    num_prediction_tokens: int = 0
+    num_accepted_prediction_tokens: int = 0
     accepted: Counter[int] = field(default_factory=Counter)
     """How many drafts had exactly so many tokens accepted."""
     skipped: Counter[str] = field(default_factory=Counter)
@@ -106,6 +111,9 @@ class Sequence:
         if draft:
             self.counters.num_draft_tokens += len(draft)
             self.counters.accepted[num_accepted] += 1
+            if draft.source == PREDICTION:
+                self.counters.num_prediction_tokens += len(draft)
+                self.counters.num_accepted_prediction_tokens += num_accepted
         elif draft.skipped is not None:
             self.counters.skipped[draft.skipped] += 1
 
@@ -123,6 +131,8 @@ class Sequence:
             num_drafts=c.accepted.total(),
             num_draft_tokens=c.num_draft_tokens,
             num_accepted_tokens=sum(accepted * count for accepted, count in c.accepted.items()),
+            num_prediction_tokens=c.num_prediction_tokens,
+            num_accepted_prediction_tokens=c.num_accepted_prediction_tokens,
             accepted_histogram=[c.accepted[i] for i in range(max(c.accepted, default=-1) + 1)],
             skipped_drafts=dict(c.skipped),
             num_preemptions=c.num_preemptions,

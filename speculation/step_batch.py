@@ -20,7 +20,7 @@ class SequenceRows:
     first_row: int
     """Its rows are the chain, then the draft's nodes."""
     first_sampled: int
-    """Index into the sampled rows of its root (the last committed token), its nodes following; -1 if it samples none."""
+    """Index into the sampled rows of its root (the last committed token), its nodes following; -1 for none."""
     first_logit: int
     """Index into the batch's logit rows of its first one: those scored as prompt tokens, then the sampled ones."""
     num_prompt_logits: int

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-
 GREEDY_BELOW = 1e-5
 
 
@@ -17,7 +16,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     temperature: float = 1.0
-    """0 is greedy: the same rule without noise. So is anything under `GREEDY_BELOW`, where a division would overflow."""
+    """0 is greedy: the same rule without noise. So is all below `GREEDY_BELOW`, where a division may overflow."""
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps every token."""

@@ -30,7 +30,7 @@ def test_equal_prefixes_share_blocks() -> None:
 
 
 def test_least_recently_used_prefix_is_evicted_first() -> None:
-    """Of three released prefixes the one unused for longest goes when room is needed; a hit makes a prefix young again."""
+    """Of released prefixes the one unused for longest goes when room is needed; a hit makes a prefix young again."""
     pool = BlockPool(4, 2)
     for tokens in ([1, 1], [2, 2], [3, 3]):
         pool.release(filled(pool, tokens))

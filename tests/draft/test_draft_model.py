@@ -51,7 +51,7 @@ def test_a_model_drafting_for_itself_is_always_accepted(sampling: dict[str, obje
 
 @pytest.mark.parametrize("catch_up", [3, 512])
 def test_its_cache_keeps_step_through_every_disturbance(catch_up: int) -> None:
-    """Preemptions, mixed methods, prefix hits and chunked catch-up: answers are plain, and accepted guesses stay whole."""
+    """Preemptions, mixed methods, prefix hits and chunked catch-up leave every answer as it would be alone."""
     rng = random.Random(2)
     proposer = proposer_with(40, max_catch_up_tokens=catch_up)
     run = Run(engine_with(proposer, num_blocks=16))

@@ -85,6 +85,8 @@ class Running:
     def metrics(self) -> RequestMetrics:
         guesses = not isinstance(self.submit.speculation, NoSpeculation)
         return RequestMetrics(
+            num_prediction_tokens=0,
+            num_accepted_prediction_tokens=0,
             queue_seconds=0.001,
             prefill_seconds=0.002,
             num_prefill_chunks=1,
@@ -102,7 +104,8 @@ class Running:
 def rows(token_ids: list[int], num_top: int | None) -> list[TokenLogprob] | None:
     if num_top is None:
         return None
-    return [TokenLogprob(-0.5, 1, [token, token ^ 1][:num_top], [-0.5, -float("inf")][:num_top]) for token in token_ids]
+    logprobs = [-0.5, *[-float("inf")] * num_top][:num_top]
+    return [TokenLogprob(-0.5, 1, [token ^ i for i in range(num_top)], logprobs) for token in token_ids]
 
 
 class ScriptedEngine:
@@ -131,7 +134,7 @@ class ScriptedEngine:
         )
         frames = FrameReader[Command](Command)
         while self._running or not self._draining:
-            readable, _, _ = select.select([self._connection], [], [], 0.001 if self._running else None)
+            readable, _, _ = select.select([self._connection], [], [], 0 if self._running else None)
             if readable:
                 data = self._connection.recv(1 << 16)
                 if not data:

@@ -160,7 +160,7 @@ SAMPLINGS: dict[str, dict[str, object]] = {
 def test_every_proposer_gives_the_plain_loops_tokens(
     shape: str, sampling: dict[str, object], block_size: int, budget: int
 ) -> None:
-    """Six sequences with drafts of every shape say what each would say alone and undrafted, whatever the block and chunk size."""
+    """Six sequences with drafts of every shape say what each says alone and undrafted, for any block and chunk size."""
     rng = random.Random(5)
     scripts: dict[str, Callable[[DraftContext, int], Draft]] = {
         "oracle": oracle(truth),
@@ -188,7 +188,7 @@ def test_every_proposer_gives_the_plain_loops_tokens(
 
 @pytest.mark.parametrize("shape", ["bushy", "coin"])
 def test_preemption_changes_no_token(shape: str) -> None:
-    """In a pool too small for all, sequences are preempted and resumed, and still say what they would have said alone."""
+    """In a pool too small for all, sequences are preempted and resumed, and still say what each says alone."""
     rng = random.Random(11)
     script = (bushy if shape == "bushy" else coin)(truth, VOCAB_SIZE, rng)
     run = Run(engine_with(Scripted(shape, script), num_blocks=14, block_size=4))
@@ -289,7 +289,7 @@ def test_abort_frees_blocks_at_once() -> None:
 
 
 def test_more_urgent_requests_displace_less_urgent_ones() -> None:
-    """A lower priority number is admitted first and takes the place of a running less urgent sequence, which resumes."""
+    """A lower priority number takes the place of a running less urgent sequence, which resumes later."""
     run = Run(engine_with(max_num_seqs=1))
     slow = request_of("slow", [1, 2, 3], max_tokens=20)
     urgent = Submit(
@@ -406,7 +406,7 @@ def test_full_queue_refuses() -> None:
 
 
 def test_two_hundred_requests_with_random_aborts_leave_no_block() -> None:
-    """200 mixed requests in a pool of 64 blocks, some aborted at random: the rest are exact and every block comes back."""
+    """200 mixed requests in 64 blocks, some aborted at random: the rest are exact and every block comes back."""
     rng = random.Random(17)
     run = Run(
         engine_with(Scripted("bushy", bushy(truth, VOCAB_SIZE, rng)), num_blocks=64, block_size=4, max_waiting=300)

@@ -1,4 +1,4 @@
-"""The promise, on real arithmetic: speculation changes no token, whatever the proposer, the shapes or the neighbours."""
+"""The promise, on real arithmetic: speculation changes no token, whatever the proposer, shapes or neighbours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling by coupling: the right distribution, filters in the right order, and rows that do not disturb one another."""
+"""Sampling by coupling: the right distribution, filters in the right order, rows that do not disturb one another."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_greedy_takes_the_first_of_equals() -> None:
 
 
 def test_penalties_follow_their_definitions() -> None:
-    """Repetition divides or multiplies by sign over prompt and output; presence and frequency subtract over the output."""
+    """Repetition divides or multiplies by sign over all tokens; presence and frequency subtract over the output."""
     logits = torch.tensor([[2.0, -1.0, 3.0, 3.2, 0.0]])
     counts = TokenCounts(frozenset({0, 1}), {3: 2})
 
