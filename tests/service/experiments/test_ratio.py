@@ -60,7 +60,7 @@ def test_adjustment_is_a_regression_in_each_arm() -> None:
 
 
 def test_standard_errors_are_true() -> None:
-    """Over 400 repetitions both estimates scatter as much as their standard errors say, and adjustment scatters less."""
+    """Over 400 repetitions both estimates scatter as their standard errors say, and the adjusted one scatters less."""
     rng = np.random.default_rng(3)
     found = []
     for _ in range(400):

@@ -18,7 +18,7 @@ def test_the_boundary_is_the_normal_mixture_s() -> None:
 
 
 def test_a_sum_of_normal_steps_is_rarely_ever_outside() -> None:
-    """Looked at after each of 3,000 steps, the mean of 2,000 standard normal walks leaves the interval in at most 5 %."""
+    """Of 2,000 normal walks of 3,000 steps, with a look after each, at most 5 % ever leave the interval."""
     steps = np.arange(1, 3001)
     walks = np.random.default_rng(1).standard_normal((2000, 3000)).cumsum(1) / steps
     width = half_width(1.0 / np.sqrt(steps), np.full(3000, 1e9), alpha=0.05, scale=0.1)

@@ -99,7 +99,7 @@ def test_failures_and_departures_are_kept_apart() -> None:
     chosen, tally = definition(), Tally()
     request = Request(Place(1, 0.5, 3, 4, is_counted=True), [0.5, 0.5], 10, 0.0)
     for status in ("finished", "failed", "aborted"):
-        record(tally, chosen, request, Outcome(status=status, num_output_tokens=5, latency_seconds=1.0))  # type: ignore[arg-type]
+        record(tally, chosen, request, Outcome(status=status, num_output_tokens=5, latency_seconds=1.0))
     failed, total = errors_of(tally, chosen)
     assert (failed.sum(), total.sum()) == (1.0, 2.0)
     assert [tally.count(1, what) for what in ("finished", "failed", "aborted", "analysed")] == [1, 1, 1, 1]
@@ -114,7 +114,7 @@ def test_washout_requests_are_counted_and_not_analysed() -> None:
 
 
 def test_ten_thousand_header_values_stay_bounded() -> None:
-    """20,000 requests of 10,000 users need no more sums than buckets, bins and counts allow, and a fixed sample of units."""
+    """20,000 requests of 10,000 users need no more than buckets, bins and counts, and a fixed sample of units."""
     chosen = experiment(unit="header:X-User")
     tally = observe(chosen, Law(2, num_users=10_000), 20_000)
     buckets = NUM_BUCKETS * 2 * len(ratio.FIELDS)

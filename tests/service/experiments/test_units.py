@@ -23,7 +23,7 @@ def test_samples_merge_in_any_order(sizes: list[int]) -> None:
 
 
 def test_a_sample_is_bounded_and_uniform() -> None:
-    """Of 50,000 units the sample keeps a fixed number, in the arms' proportions, and still knows how many there were."""
+    """Of 50,000 units the sample keeps a fixed number, in the arms' proportions, and knows how many there were."""
     kept: dict[int, int] = {}
     for unit, arm in sample(1, 50_000).items():
         add_unit(kept, unit, arm)

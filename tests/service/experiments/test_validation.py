@@ -116,7 +116,7 @@ def test_arms_are_resolved_when_they_are_created() -> None:
         [NoSpeculation(), NgramConfig(max_n=5)],
         [None, 3],
     )
-    with pytest.raises(ApiError, match="'fast'.*no profile.*did you mean 'fasts'"):
+    with pytest.raises(ApiError, match=r"'fast'.*no profile.*did you mean 'fasts'"):
         resolve_arms(chosen, {"fasts": profile}, lambda _: None)
 
     def refuse(_: object) -> None:
