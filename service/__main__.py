@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(arguments: Sequence[str]) -> int:
     """Serve until stopped."""
-    from service.server import serve as run_server  # noqa: PLC0415 - `--help` need not load a web server
+    from service.server import serve as run_server
 
     try:
         settings = load_settings(arguments, os.environ)

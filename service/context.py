@@ -12,7 +12,6 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from service.errors import ApiError
-from service.event_stream import ClientStalledError
 from service.front import Front
 
 FRONT = web.AppKey("front", Front)
@@ -42,9 +41,6 @@ async def request_context(request: web.Request, handler: Handler) -> web.StreamR
         status = response.status
     except asyncio.CancelledError:
         front.metrics.departures.inc()
-        raise
-    except ClientStalledError:
-        front.metrics.stalls.inc()
         raise
     finally:
         seconds = round(time.perf_counter() - request[ARRIVED_AT], 6)

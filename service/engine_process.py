@@ -18,6 +18,7 @@ from speculation.messages import Command, Event
 
 READ_BYTES = 256 * 1024
 PR_SET_PDEATHSIG = 1
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class EngineDiedError(Exception):
@@ -87,9 +88,7 @@ async def start_engine(
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="forerun-"))
         path = Path(folder) / "engine.sock"
-        connected: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = (
-            asyncio.get_running_loop().create_future()
-        )
+        connected: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
 
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             if connected.done():
@@ -107,7 +106,7 @@ async def start_engine(
             start_new_session=True,
             preexec_fn=_die_with(os.getpid()),
         )
-        stack.push_async_callback(_stop, process, stop_seconds)
+        stack.push_async_callback(_stop, process, connected, stop_seconds)
         reader, writer = await _connection(process, connected, connect_seconds)
         stack.callback(writer.close)
         yield EngineProcess(process, reader, writer)
@@ -115,9 +114,9 @@ async def start_engine(
 
 async def _connection(
     process: asyncio.subprocess.Process,
-    connected: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]],
+    connected: asyncio.Future[Connection],
     connect_seconds: float,
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+) -> Connection:
     ended = asyncio.ensure_future(process.wait())
     try:
         waited: set[asyncio.Future[Any]] = {connected, ended}
@@ -131,9 +130,12 @@ async def _connection(
     raise EngineDiedError(f"the engine did not connect within {connect_seconds:g} s")
 
 
-async def _stop(process: asyncio.subprocess.Process, stop_seconds: float) -> None:
-    """End the process: it has seen its connection close; then SIGTERM, then SIGKILL to all of its session."""
-    for how, patience in ((None, stop_seconds), (signal.SIGTERM, stop_seconds), (signal.SIGKILL, None)):
+async def _stop(
+    process: asyncio.subprocess.Process, connected: asyncio.Future[Connection], stop_seconds: float
+) -> None:
+    """End the process: one that was connected has seen that end; then SIGTERM, then SIGKILL, to all of its session."""
+    connection_closed = [(None, stop_seconds)] if connected.done() else []
+    for how, patience in (*connection_closed, (signal.SIGTERM, stop_seconds), (signal.SIGKILL, None)):
         if process.returncode is not None:
             return
         if how is not None:

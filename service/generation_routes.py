@@ -11,7 +11,7 @@ from service.answer import Answer
 from service.choice import ChoiceDelta
 from service.context import ARRIVED_AT, FRONT
 from service.errors import ApiError
-from service.event_stream import EventStream
+from service.event_stream import ClientStalledError, EventStream
 from service.formats import AnswerFormat, ChatFormat, CompletionFormat
 from service.front import GenerationBody
 from service.schema import ChatCompletionRequest, CompletionRequest
@@ -70,6 +70,9 @@ async def respond(
             raise
         _log.warning("stream broken off", reason=str(error))
         await events.send([error.encode()])
+    except ClientStalledError:
+        front.metrics.stalls.inc()
+        raise
     await events.end()
     return events.response
 

@@ -158,6 +158,12 @@ def _read_file(path: Path) -> dict[str, Any]:
                 raise SettingsError(f"{path}: {section}.{key} is not a setting; {did_you_mean(key, sections[section])}")
     if isinstance(method := tree.get("engine", {}).get("speculation"), str):
         tree["engine"]["speculation"] = _speculation(method, f"{path}: engine.speculation")
+    for name, profile in tree.get("profiles", {}).items():
+        named = {"speculation": profile}
+        try:
+            msgspec.convert(named, EngineSettings)
+        except msgspec.ValidationError as error:
+            raise SettingsError(f"{path}: profiles.{name}: {explain(str(error), named, EngineSettings)}") from error
     return tree
 
 

@@ -26,22 +26,22 @@ def parse_body(body: bytes, request_type: type[RequestT]) -> RequestT:
     """The body as a `request_type`. Raises `ApiError` (400) that says what to change."""
     try:
         return msgspec.json.decode(body, type=request_type)
-    except (msgspec.DecodeError, RecursionError):
-        return _parse_slowly(body, request_type)
+    except (msgspec.DecodeError, RecursionError) as error:
+        return _parse_slowly(body, request_type, str(error))
 
 
-def _parse_slowly(body: bytes, request_type: type[RequestT]) -> RequestT:
+def _parse_slowly(body: bytes, request_type: type[RequestT], error: str) -> RequestT:
     """Parse again what did not parse, to say why; or drop refused fields that are empty, and let it pass."""
     tree = _parse_json(body)
     if not isinstance(tree, dict):
         raise ApiError.invalid(None, f"the body is {_shown(tree)}; it must be a JSON object", code="invalid_type")
-    for name in [name for name in REFUSED if name in tree]:
+    refused = [name for name in REFUSED if name in tree]
+    for name in refused:
         if tree.pop(name) not in (None, [], {}, "", "none", "auto"):
             raise ApiError.invalid(name, f"{name}: {REFUSED[name]}", code="unsupported_parameter")
-    try:
-        return msgspec.convert(tree, request_type)
-    except msgspec.ValidationError as error:
-        raise explain(str(error), tree, request_type) from error
+    if refused:
+        return parse_body(msgspec.json.encode(tree), request_type)
+    raise explain(error, tree, request_type)
 
 
 def _parse_json(body: bytes) -> object:

@@ -16,7 +16,7 @@ from service.answer import Answer, Closing
 from service.choice import ChoiceDelta
 from service.context import FRONT
 from service.errors import ApiError, ErrorBody
-from service.event_stream import ClientStalledError, drop, limit_writes
+from service.event_stream import drop, limit_writes
 from service.front import Front, GenerationBody
 from service.request_metrics import Metrics
 from service.responses import Usage
@@ -213,14 +213,15 @@ class Conversation:
         await self._send(_finished(message_id, finished, answer.closing))
 
     async def _send(self, message: Outgoing) -> None:
-        """Send one message. A client that does not read is dropped; one that left ends the conversation."""
-        stall_seconds = self._front.settings.server.stall_seconds
+        """Send one message. A client that does not read is dropped; then, as when it left, the reading ends."""
         try:
-            async with asyncio.timeout(stall_seconds):
+            async with asyncio.timeout(self._front.settings.server.stall_seconds):
                 await self._socket.send_frame(self._encode(message), WSMsgType.TEXT)
         except TimeoutError:
+            self._front.metrics.stalls.inc()
             drop(self._request)
-            raise ClientStalledError(f"the client read nothing for {stall_seconds:g} s") from None
+        except ConnectionError:
+            pass
 
 
 class Running:
@@ -246,10 +247,11 @@ class Running:
 def read_body(raw: msgspec.Raw) -> GenerationBody:
     """The request inside a `generate` message; logprobs of the tokens themselves are always wanted."""
     data = bytes(raw)
-    fields = parse_body(data, RequestKind)
-    if (fields.messages is None) == (fields.prompt is None):
+    kind = parse_body(data, RequestKind)
+    is_chat, is_text = (bytes(field) not in {b"", b"null"} for field in (kind.messages, kind.prompt))
+    if is_chat == is_text:
         raise ApiError.invalid("request", "request must have either messages (chat) or prompt (text)")
-    if fields.messages is not None:
+    if is_chat:
         chat = parse_body(data, ChatCompletionRequest)
         return msgspec.structs.replace(chat, logprobs=True)
     completion = parse_body(data, CompletionRequest)
@@ -259,8 +261,8 @@ def read_body(raw: msgspec.Raw) -> GenerationBody:
 class RequestKind(msgspec.Struct, frozen=True):
     """Which of the two requests a body is."""
 
-    messages: msgspec.Raw | None = None
-    prompt: msgspec.Raw | None = None
+    messages: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
 
 
 def _tokens(message_id: str, delta: ChoiceDelta) -> Tokens:

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from service.app import SUPERVISOR, create_app
+from service.app import ENGINE_LIFE, SUPERVISOR, create_app
 from service.context import FRONT
 from service.front import Front
 from service.server import create_runner, url_of
@@ -122,6 +122,11 @@ class Service:
     def supervisor(self) -> Supervisor:
         return self.app[SUPERVISOR]
 
+    async def supervisor_life(self) -> None:
+        """Wait until the engine is gone for good; raises what it ended with."""
+        async with asyncio.timeout(10):
+            await self.app[ENGINE_LIFE]
+
     async def post(self, path: str, body: object, **options: Any) -> tuple[int, Any]:
         """Status and JSON of a POST; a body of bytes is sent as it is."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -140,8 +145,8 @@ class Service:
             return parse_events(await response.text())
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until something is true, for ten seconds at most."""
-        async with asyncio.timeout(10):
+        """Wait until something is true, for half a minute at most."""
+        async with asyncio.timeout(30):
             while not condition():
                 await asyncio.sleep(0.005)
 

@@ -13,7 +13,7 @@ TEXT = "/v1/completions"
 PROMPT = "The quick brown fox jumps over the lazy dog."
 
 
-def chat(text: str = PROMPT, **fields: object) -> dict[str, object]:
+def chat(text: str = PROMPT, **fields: Any) -> dict[str, object]:
     return {"messages": [{"role": "user", "content": text}], "seed": 0, **fields}
 
 
@@ -52,7 +52,7 @@ async def test_end_to_end_is_ttft_and_the_other_tokens(service: Service, max_tok
 @pytest.mark.parametrize("fields", [{}, {"stop": ["fox", "j"]}, {"max_tokens": 3}, {"stop": "dog", "min_tokens": 60}])
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 async def test_a_stream_adds_up_to_the_whole(
-    service: Service, path: str, fields: dict[str, object], speculation: str
+    service: Service, path: str, fields: dict[str, Any], speculation: str
 ) -> None:
     """Streamed and whole answers have the same text, token ids, reason, usage and seed."""
     body = chat(**fields) if path == CHAT else {"prompt": PROMPT, "seed": 0, "max_tokens": 90, **fields}
@@ -229,7 +229,7 @@ async def test_an_answer_can_be_sent_back_as_it_came(service: Service) -> None:
 
 async def test_fields_without_effect_are_accepted(service: Service) -> None:
     """What OpenAI's clients send and this service has no use for changes nothing; null is the same as nothing."""
-    harmless = {
+    harmless: dict[str, Any] = {
         "user": "me",
         "metadata": {"a": "b"},
         "store": False,

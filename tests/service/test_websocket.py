@@ -1,0 +1,241 @@
+"""GET /v1/stream: many generations on one socket, on a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from service.settings import LimitSettings, ServerSettings
+from service.websocket import SOCKETS
+from tests.service.conftest import Service, StartService
+
+TEXT = "/v1/completions"
+CHAT = "/v1/chat/completions"
+LONG = {"prompt": "hi", "cache_salt": "slow", "ignore_eos": True, "max_tokens": 200}
+
+
+class Talk:
+    """A client of one socket."""
+
+    def __init__(self, ends: aiohttp.ClientWebSocketResponse) -> None:
+        self.socket = ends
+
+    async def generate(self, message_id: str, request: dict[str, Any]) -> None:
+        await self.socket.send_json({"type": "generate", "id": message_id, "request": request})
+
+    async def cancel(self, message_id: str) -> None:
+        await self.socket.send_json({"type": "cancel", "id": message_id})
+
+    async def next(self) -> dict[str, Any]:
+        async with asyncio.timeout(20):
+            return dict(json.loads(await self.socket.receive_str()))
+
+    async def until_ended(self, *message_ids: str) -> dict[str, list[dict[str, Any]]]:
+        """Everything that comes, by id, until each of the ids has finished or failed."""
+        seen: dict[str, list[dict[str, Any]]] = {message_id: [] for message_id in message_ids}
+        open_ids = set(message_ids)
+        while open_ids:
+            message = await self.next()
+            seen[message["id"]].append(message)
+            if message["type"] in {"finished", "error"}:
+                open_ids.discard(message["id"])
+        return seen
+
+
+@asynccontextmanager
+async def talk_to(service: Service) -> AsyncIterator[Talk]:
+    async with service.client.ws_connect(f"{service.url}/v1/stream") as ends:
+        yield Talk(ends)
+
+
+def text_of(messages: list[dict[str, Any]], index: int = 0) -> str:
+    return "".join(m["text"] for m in messages if m["type"] == "tokens" and m["index"] == index)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TEXT, {"prompt": "The quick brown fox", "seed": 3, "stop": "ro", "max_tokens": 50}),
+        (CHAT, {"messages": [{"role": "user", "content": "The quick brown fox"}], "seed": 3}),
+    ],
+)
+async def test_the_socket_says_what_rest_says(service: Service, path: str, body: dict[str, Any]) -> None:
+    """The same request has the same text, tokens, reason, usage and seed on both protocols."""
+    _, rest = await service.post(path, {**body, "return_token_ids": True})
+    async with talk_to(service) as talk:
+        await talk.generate("a", body)
+        messages = (await talk.until_ended("a"))["a"]
+    choice = rest["choices"][0]
+    assert [m["type"] for m in messages] == ["started", *["tokens"] * (len(messages) - 2), "finished"]
+    assert messages[0] == {
+        "type": "started",
+        "id": "a",
+        "model": rest["model"],
+        "seed": 3,
+        "prompt_tokens": rest["usage"]["prompt_tokens"],
+    }
+    assert text_of(messages) == (choice["text"] if path == TEXT else choice["message"]["content"])
+    tokens = [token for m in messages[1:-1] for token in m["tokens"]]
+    assert [token["id"] for token in tokens] == choice["token_ids"]
+    assert {token["logprob"] for token in tokens} == {-0.5}
+    assert {token["source"] for token in tokens} <= {"ngram", "target"}
+    finished = messages[-1]
+    assert finished["usage"] == rest["usage"]
+    assert finished["seed"] == 3
+    assert finished["choices"][0]["finish_reason"] == choice["finish_reason"]
+    assert finished["metrics"]["timing"]["tokens"] == len(tokens)
+
+
+async def test_generations_share_a_socket(service: Service) -> None:
+    """Many at a time, each with several choices, are kept apart by id and index and each is right."""
+    prompts = {f"id {i}": f"{i} quick brown foxes jump" for i in range(12)}
+    async with talk_to(service) as talk:
+        for message_id, prompt in prompts.items():
+            await talk.generate(message_id, {"prompt": prompt, "n": 2, "seed": 1, "max_tokens": 9})
+        seen = await talk.until_ended(*prompts)
+    for message_id, prompt in prompts.items():
+        _, rest = await service.post(TEXT, {"prompt": prompt, "n": 2, "seed": 1, "max_tokens": 9})
+        for choice in rest["choices"]:
+            assert text_of(seen[message_id], choice["index"]) == choice["text"]
+    await service.until_idle()
+
+
+async def test_a_cancelled_generation_finishes_with_what_it_has(service: Service) -> None:
+    """Cancelling ends one generation with the reason "abort" and leaves the others alone."""
+    async with talk_to(service) as talk:
+        await talk.generate("stays", {**LONG, "max_tokens": 60})
+        await talk.generate("goes", LONG)
+        while (await talk.next())["type"] != "tokens":
+            pass
+        await talk.cancel("goes")
+        await talk.cancel("never was")
+        seen = await talk.until_ended("stays", "goes")
+    assert seen["goes"][-1]["choices"] == [{"index": 0, "finish_reason": "abort", "stop_reason": None}]
+    assert seen["goes"][-1]["usage"]["completion_tokens"] < 200
+    assert seen["stays"][-1]["usage"]["completion_tokens"] == 60
+    await service.until_idle()
+
+
+async def test_a_generation_can_be_cancelled_before_it_began(service: Service) -> None:
+    """A cancel right behind its generate ends it too."""
+    async with talk_to(service) as talk:
+        await talk.generate("a", LONG)
+        await talk.cancel("a")
+        seen = await talk.until_ended("a")
+    assert seen["a"][-1]["choices"][0]["finish_reason"] == "abort"
+
+
+async def test_a_socket_that_closes_ends_what_it_asked_for(service: Service) -> None:
+    """When the client closes, or its connection breaks, every generation of the socket is aborted."""
+    for abrupt in (False, True):
+        async with talk_to(service) as talk:
+            for i in range(3):
+                await talk.generate(f"{i}", LONG)
+            await service.until(lambda: service.front.client.num_live == 3)
+            if abrupt:
+                transport = talk.socket.get_extra_info("socket")
+                transport.shutdown(2)
+        await service.until_idle()
+
+
+async def test_messages_that_are_wrong_are_answered_and_the_socket_lives(service: Service) -> None:
+    """Each mistake is an error with OpenAI's fields and, where it is known, the id; the next message is served."""
+    wrong: list[tuple[str, str | None, str | None]] = [
+        ("{", None, None),
+        ("[]", None, None),
+        ('{"id": "a"}', None, "type"),
+        ('{"type": "shout", "id": "a"}', "a", "type"),
+        ('{"type": "generate", "request": {"prompt": "hi"}}', None, "id"),
+        ('{"type": "generate", "id": "a"}', "a", "request"),
+        ('{"type": "generate", "id": "a", "request": {}}', "a", "request"),
+        ('{"type": "generate", "id": "a", "request": {"prompt": "hi", "messages": []}}', "a", "request"),
+        ('{"type": "generate", "id": "a", "request": {"prompt": "hi", "temperature": 9}}', "a", "temperature"),
+        ('{"type": "generate", "id": "a", "request": {"prompt": "hi", "max_tokens": 999}}', "a", "max_tokens"),
+        ('{"type": "generate", "id": "a", "request": {"prompt": "hi", "speculation": "x"}}', "a", "speculation"),
+        ('{"type": "cancel"}', None, "id"),
+    ]
+    async with talk_to(service) as talk:
+        for message, message_id, param in wrong:
+            await talk.socket.send_str(message)
+            answer = await talk.next()
+            assert (answer["type"], answer["id"], answer["error"]["param"]) == ("error", message_id, param), message
+        await talk.generate("a", {"prompt": "hi", "max_tokens": 2})
+        assert (await talk.until_ended("a"))["a"][-1]["type"] == "finished"
+
+
+async def test_an_id_is_used_once_at_a_time(start_service: StartService) -> None:
+    """A second generation under a live id, and one beyond the socket's limit, are refused; the live ones go on."""
+    service = await start_service(limits=LimitSettings(max_socket_requests=2))
+    async with talk_to(service) as talk:
+        await talk.generate("a", {**LONG, "max_tokens": 30})
+        await talk.generate("a", LONG)
+        await talk.generate("b", {**LONG, "max_tokens": 30})
+        await talk.generate("c", LONG)
+        codes = set()
+        ended: set[str] = set()
+        while len(ended) < 2:
+            message = await talk.next()
+            if message["type"] == "error":
+                codes.add((message["id"], message["error"]["code"]))
+            if message["type"] == "finished":
+                ended.add(message["id"])
+    assert codes == {("a", "invalid_value"), ("c", "overloaded")}
+    assert ended == {"a", "b"}
+
+
+async def test_a_dead_engine_is_reported_on_the_socket(service: Service) -> None:
+    """Every live generation gets an error, and the same socket serves again when the engine is back."""
+    async with talk_to(service) as talk:
+        await talk.generate("a", {"prompt": "hi there", "cache_salt": "die", "max_tokens": 50})
+        await talk.generate("b", {**LONG})
+        seen = await talk.until_ended("a", "b")
+        assert {messages[-1]["error"]["code"] for messages in seen.values()} <= {"engine_died", "engine_not_ready"}
+        await service.until(lambda: service.front.is_ready)
+        await talk.generate("c", {"prompt": "hi", "max_tokens": 2})
+        assert (await talk.until_ended("c"))["c"][-1]["type"] == "finished"
+
+
+async def test_a_socket_that_does_not_read_is_dropped(start_service: StartService) -> None:
+    """A client that stalls loses its socket, and nobody else notices."""
+    service = await start_service(
+        server=ServerSettings(stall_seconds=1.0), max_model_len=70_000, num_blocks=10_000, max_num_seqs=4
+    )
+    async with talk_to(service) as talk:
+        talk.socket._reader._protocol.pause_reading()
+        (ours,) = service.app[SOCKETS]
+        for end, option in ((talk.socket, socket.SO_RCVBUF), (ours, socket.SO_SNDBUF)):
+            end.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, option, 4096)
+        await talk.generate("a", {"prompt": "hi", "ignore_eos": True, "max_tokens": 60_000, "seed": 0})
+        await service.until(lambda: service.front.client.num_live == 1)
+        assert (await service.post(TEXT, {"prompt": "hi", "max_tokens": 5}))[0] == 200
+        await service.until_idle()
+        talk.socket._reader._protocol.resume_reading()
+        assert service.front.metrics.stalls._value.get() == 1
+
+
+async def test_a_socket_is_told_when_the_service_goes_away(service: Service) -> None:
+    """At shutdown new generations are refused, and then the socket is closed with a code that says why."""
+    async with talk_to(service) as talk:
+        assert await service.front.admission.drain(1)
+        await talk.generate("a", {"prompt": "hi"})
+        assert (await talk.next())["error"]["code"] == "shutting_down"
+        closing = asyncio.create_task(service.app.shutdown())
+        message = await talk.socket.receive()
+        await closing
+        assert (message.type, message.data) == (aiohttp.WSMsgType.CLOSE, aiohttp.WSCloseCode.GOING_AWAY)
+
+
+async def test_a_message_over_the_limit_closes_the_socket(start_service: StartService) -> None:
+    """A message larger than a body may be ends the socket with the protocol's own code."""
+    service = await start_service(limits=LimitSettings(max_body_bytes=1000))
+    async with talk_to(service) as talk:
+        await talk.generate("a", {"prompt": "x" * 2000})
+        message = await talk.socket.receive()
+        assert message.data == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
