@@ -45,8 +45,9 @@ class SuffixConfig(
 
     num_speculative_tokens: NumTokens = "auto"
     tree_size: NumNodes = "auto"
-    length_factor: Annotated[float, msgspec.Meta(gt=0.0, le=32.0)] = 2.0
-    """A match of m tokens is continued by at most `length_factor` * m tokens."""
+    length_factor: Annotated[float, msgspec.Meta(gt=0.0, le=32.0)] | Literal["auto"] = "auto"
+    """A match of m tokens is continued by at most `length_factor` * m tokens; "auto" is 2 where the size is given, else
+    8: the controller, which cuts where it does not pay, knows better."""
     min_confidence: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.1
     """A node is drafted if the path to it was taken in at least this share of the occurrences."""
 

@@ -123,7 +123,7 @@ class SuffixProposer:
         match_length = max(occurrence.match_length for occurrence in occurrences)
         voters = [occurrence for occurrence in occurrences if 2 * occurrence.match_length > match_length]
         tree = VotedTree(min(limit, bounds.num_nodes), config.min_confidence, is_chain=bounds.is_chain)
-        tree.grow(voters, min(depth, ceil(config.length_factor * match_length)))
+        tree.grow(voters, min(depth, ceil(_length_factor(config) * match_length)))
         if not tree.token_ids:
             return Draft.none("no_match", self.name)
         return Draft(tuple(tree.token_ids), tuple(tree.parents), self.name, tuple(tree.confidences), match_length)
@@ -141,3 +141,9 @@ class SuffixProposer:
     def check_integrity(self) -> str | None:
         """The first inconsistency found in the shared corpus, or None. Takes seconds: for tests and idle times."""
         return self.corpus.check_integrity()
+
+
+def _length_factor(config: SuffixConfig) -> float:
+    if config.length_factor != "auto":
+        return config.length_factor
+    return 2.0 if bounds_of(config).is_fixed else 8.0
