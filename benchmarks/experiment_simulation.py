@@ -293,7 +293,7 @@ def main(arguments: list[str]) -> int:
         }
     )
     show(alarms)
-    gains = list(power(max(chosen.runs // 5, 1), 4 * chosen.samples, chosen.seed))
+    gains = list(power(max(chosen.runs // 10, 1), 4 * chosen.samples, chosen.seed))
     show(gains)
     if chosen.json:
         chosen.json.write_text(json.dumps({"false_alarms": alarms, "power": gains}, indent=2) + "\n")

@@ -10,11 +10,12 @@ import numpy as np
 from service.experiments.assignment import traffic_weights
 from service.experiments.model import Definition, Experiment, Guardrail, Metric, Switchback
 from service.experiments.report import Comparison, Effect, GuardrailReport, Quantiles, SampleRatio
+from service.experiments.sheet import Sheet
 from service.experiments.statistics import ratio
 from service.experiments.statistics.quantile import Quantile, proportion, quantile
 from service.experiments.statistics.sequence import Interval, half_width, share_evidence
 from service.experiments.statistics.units import units_by_arm
-from service.experiments.tally import Tally, bins_of, errors_of, guarded_metrics, moments_of, sizes_of
+from service.experiments.tally import guarded_metrics
 
 MISMATCH = 0.001
 """Below this p the split of the traffic is not what was asked for."""
@@ -31,15 +32,14 @@ class Levels(NamedTuple):
     adjusted: ratio.Levels
 
 
-def levels_of(experiment: Experiment, tally: Tally, arms: list[int]) -> Levels | None:
+def levels_of(sheet: Sheet, arms: list[int]) -> Levels | None:
     """None while an arm has nothing."""
-    definition = experiment.definition
-    moments = moments_of(tally, definition)
+    moments = sheet.moments()
     moments = ratio.Moments(moments.sums[arms], moments.second[arms][:, :, arms])
     if (moments.sums[:, (ratio.COUNT, ratio.TIME, ratio.SIZE)] <= 0.0).any():
         return None
     # A slot's arm makes the queue that its requests meet, so the load is no covariate there.
-    is_switchback = isinstance(definition.allocation, Switchback)
+    is_switchback = isinstance(sheet.definition.allocation, Switchback)
     covariates = ratio.LENGTHS if is_switchback else ratio.COVARIATES
     with np.errstate(all="ignore"):
         return Levels(arms, ratio.unadjusted(moments), ratio.adjusted(moments, covariates, is_paired=is_switchback))
@@ -77,12 +77,12 @@ def in_own_unit(metric: str, seconds: float) -> float:
     return math.inf if seconds == 0.0 else 1.0 / seconds
 
 
-def quantiles_of(definition: Definition, tally: Tally, arm: int) -> list[Quantiles]:
+def quantiles_of(sheet: Sheet, arm: int) -> list[Quantiles]:
     """Of each metric that is kept, one arm's."""
-    size = sizes_of(tally, definition)[arm]
+    definition, size = sheet.definition, sheet.size(arm)
     found = []
     for metric in guarded_metrics(definition):
-        counts = bins_of(tally, definition, metric)[arm]
+        counts = sheet.bins(metric)[arm]
         half = quantile(counts, 0.5, alpha=definition.significance, size=size)
         tail = quantile(counts, 0.95, alpha=definition.significance, size=size)
         low, high = _ordered(metric, tail.interval)
@@ -91,36 +91,35 @@ def quantiles_of(definition: Definition, tally: Tally, arm: int) -> list[Quantil
     return found
 
 
-def guardrails_of(experiment: Experiment, tally: Tally, arms: list[int]) -> list[GuardrailReport]:
+def guardrails_of(sheet: Sheet, arms: list[int]) -> list[GuardrailReport]:
     """Every guardrail for every arm but the first, and the exactness audit for all."""
-    definition = experiment.definition
+    definition = sheet.definition
     reports = []
     for guardrail in definition.guardrails:
         alpha = definition.significance / (len(definition.guardrails) * (len(arms) - 1))
         for arm in arms[1:]:
             if guardrail.limit is not None:
-                reports.append(_absolute(definition, guardrail, tally, arm, alpha))
+                reports.append(_absolute(sheet, guardrail, arm, alpha))
             if guardrail.max_worsening is not None:
-                reports.append(_relative(definition, guardrail, tally, arm, arms[0], alpha))
-    reports += [_audit(definition, tally, arm) for arm in arms if tally.count(arm, "audited")]
+                reports.append(_relative(sheet, guardrail, arm, arms[0], alpha))
+    reports += [_audit(sheet, arm) for arm in arms if sheet.count(arm, "audited")]
     return reports
 
 
-def sample_ratio_of(experiment: Experiment, tally: Tally) -> SampleRatio | None:
+def sample_ratio_of(experiment: Experiment, sheet: Sheet) -> SampleRatio | None:
     """Whether units fell to arms as they were to: what loses requests of one arm compares nothing."""
     definition = experiment.definition
     num_arms = len(definition.arms)
     if isinstance(definition.allocation, Switchback):
         return None
     if definition.is_clustered:
-        observed = [float(count) for count in units_by_arm(tally.units, num_arms)]
+        observed = [float(count) for count in units_by_arm(sheet.units, num_arms)]
         weights = traffic_weights(experiment)
         expected = [sum(observed) * weight for weight in weights]
         variances = [sum(observed) * weight * (1.0 - weight) for weight in weights]
     else:
-        observed = [tally.count(arm, "analysed") for arm in range(num_arms)]
-        expected = [tally.sums.get(f"x.{arm}", 0.0) for arm in range(num_arms)]
-        variances = [tally.sums.get(f"v.{arm}", 0.0) for arm in range(num_arms)]
+        observed = [float(sheet.count(arm, "analysed")) for arm in range(num_arms)]
+        expected, variances = sheet.expected.tolist(), sheet.variance.tolist()
     evidence = [
         share_evidence(seen - due, variance, deviation=0.02)
         for seen, due, variance in zip(observed, expected, variances, strict=True)
@@ -144,16 +143,16 @@ def _effect(levels: ratio.Levels, arm: int, against: int, alpha: float, scale: f
     return Effect(speedup=speedup, low=finite(low - 1.0), high=finite(high - 1.0)), error
 
 
-def _absolute(definition: Definition, guardrail: Guardrail, tally: Tally, arm: int, alpha: float) -> GuardrailReport:
+def _absolute(sheet: Sheet, guardrail: Guardrail, arm: int, alpha: float) -> GuardrailReport:
     assert guardrail.limit is not None
     metric = guardrail.metric
-    found = _slow_tail(definition, metric, tally, arm, alpha)
+    found = _slow_tail(sheet, metric, arm, alpha)
     limit = in_own_unit(metric, guardrail.limit)
     low, high = _ordered(metric, found.interval)
     side = "at least" if metric == "tokens_per_second" else "at most"
     unit = UNITS[metric]
     return GuardrailReport(
-        arm=definition.arms[arm].name,
+        arm=sheet.definition.arms[arm].name,
         metric=metric,
         rule=f"{tail_name(metric)} is {side} {guardrail.limit:g} {unit}".rstrip(),
         state=_state(found.interval, limit),
@@ -165,14 +164,12 @@ def _absolute(definition: Definition, guardrail: Guardrail, tally: Tally, arm: i
     )
 
 
-def _relative(
-    definition: Definition, guardrail: Guardrail, tally: Tally, arm: int, control: int, alpha: float
-) -> GuardrailReport:
+def _relative(sheet: Sheet, guardrail: Guardrail, arm: int, control: int, alpha: float) -> GuardrailReport:
     """The worst that both intervals together allow: wider than need be, and right whatever the distributions."""
     assert guardrail.max_worsening is not None
     metric = guardrail.metric
-    own = _slow_tail(definition, metric, tally, arm, alpha / 2.0)
-    base = _slow_tail(definition, metric, tally, control, alpha / 2.0)
+    own = _slow_tail(sheet, metric, arm, alpha / 2.0)
+    base = _slow_tail(sheet, metric, control, alpha / 2.0)
     if metric == "error_rate":
         value = own.value - base.value
         interval = Interval(own.interval.low - base.interval.high, own.interval.high - base.interval.low)
@@ -186,9 +183,9 @@ def _relative(
         else f"{100 * guardrail.max_worsening:g} % worse"
     )
     return GuardrailReport(
-        arm=definition.arms[arm].name,
+        arm=sheet.definition.arms[arm].name,
         metric=metric,
-        rule=f"{tail_name(metric)} is at most {how} than {definition.arms[control].name}'s",
+        rule=f"{tail_name(metric)} is at most {how} than {sheet.definition.arms[control].name}'s",
         state=_state(interval, guardrail.max_worsening),
         value=finite(value),
         low=finite(interval.low),
@@ -198,10 +195,10 @@ def _relative(
     )
 
 
-def _audit(definition: Definition, tally: Tally, arm: int) -> GuardrailReport:
-    diverged = tally.count(arm, "diverged")
+def _audit(sheet: Sheet, arm: int) -> GuardrailReport:
+    diverged = sheet.count(arm, "diverged")
     return GuardrailReport(
-        arm=definition.arms[arm].name,
+        arm=sheet.definition.arms[arm].name,
         metric="audit",
         rule="no audited request gives other tokens than plain decoding",
         state="breaks" if diverged else "holds",
@@ -209,7 +206,7 @@ def _audit(definition: Definition, tally: Tally, arm: int) -> GuardrailReport:
         low=diverged,
         high=diverged,
         limit=0.0,
-        unit=f"of {tally.count(arm, 'audited'):.0f}",
+        unit=f"of {sheet.count(arm, 'audited')}",
     )
 
 
@@ -219,15 +216,12 @@ def tail_name(metric: str) -> str:
     return f"{'p5' if metric == 'tokens_per_second' else 'p95'} of {metric}"
 
 
-def _slow_tail(
-    definition: Definition, metric: Metric | Literal["error_rate"], tally: Tally, arm: int, alpha: float
-) -> Quantile:
+def _slow_tail(sheet: Sheet, metric: Metric | Literal["error_rate"], arm: int, alpha: float) -> Quantile:
     """The 95th percentile of time, or the share of failed requests."""
-    size = sizes_of(tally, definition)[arm]
+    size = sheet.size(arm)
     if metric == "error_rate":
-        failed, total = errors_of(tally, definition)
-        return proportion(failed[arm], total[arm], alpha=alpha, size=size)
-    return quantile(bins_of(tally, definition, metric)[arm], 0.95, alpha=alpha, size=size)
+        return proportion(sheet.failed[arm], sheet.served[arm], alpha=alpha, size=size)
+    return quantile(sheet.bins(metric)[arm], 0.95, alpha=alpha, size=size)
 
 
 def _state(interval: Interval, limit: float) -> State:

@@ -13,6 +13,7 @@ from service.experiments.book import Book, Changes
 from service.experiments.evaluation import levels_of
 from service.experiments.model import Adaptive, Experiment, Promote
 from service.experiments.report import Report
+from service.experiments.sheet import Sheet
 from service.experiments.statistics.allocation import thompson_weights
 from service.experiments.store import ExperimentStore
 from service.experiments.tally import Tally
@@ -103,7 +104,7 @@ class Evaluator:
         """Weights by Thompson sampling, once there is enough to sample from."""
         now = self._clock()
         last = self._reweighed.get(experiment.salt, experiment.started_at or now)
-        levels = levels_of(experiment, tally, list(range(len(experiment.weights))))
+        levels = levels_of(Sheet(tally, experiment.definition), list(range(len(experiment.weights))))
         if levels is None or report.decision == "collecting" or now - last < self._reweigh_seconds:
             return None
         self._reweighed = {experiment.salt: now} | {

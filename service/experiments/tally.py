@@ -18,20 +18,16 @@ With adaptive allocation requests weigh the inverse of their arm's share (see `s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
-from service.experiments.assignment import NUM_BUCKETS, Place
+from service.experiments.assignment import Place
 from service.experiments.model import Adaptive, Definition, Metric
 from service.experiments.statistics import ratio
-from service.experiments.statistics.quantile import NUM_BINS, NUM_GROUPS, SampleSize, bin_of
+from service.experiments.statistics.quantile import NUM_GROUPS, bin_of
 from service.experiments.statistics.units import add_unit, merged
 
-Floats = npt.NDArray[np.float64]
 NUM_FIELDS = len(ratio.FIELDS)
 
 
@@ -143,51 +139,3 @@ def guarded_metrics(definition: Definition) -> list[Metric]:
     names: list[Metric] = [definition.metric]
     names.extend(guard.metric for guard in definition.guardrails if guard.metric != "error_rate")
     return list(dict.fromkeys(names))
-
-
-def moments_of(tally: Tally, definition: Definition) -> ratio.Moments:
-    """Moments over clusters, with as many arms as the experiment has."""
-    num_arms = len(definition.arms)
-    if definition.is_clustered:
-        clusters = _dense(tally.sums, "b", (NUM_BUCKETS, num_arms, NUM_FIELDS))
-        flat = clusters.reshape(NUM_BUCKETS, -1)
-        return ratio.Moments(clusters.sum(0), (flat.T @ flat).reshape(num_arms, NUM_FIELDS, num_arms, NUM_FIELDS))
-    products = _dense(tally.sums, "m", (num_arms, NUM_FIELDS, NUM_FIELDS))
-    products += np.swapaxes(np.triu(products, 1), 1, 2)
-    second = np.zeros((num_arms, NUM_FIELDS, num_arms, NUM_FIELDS))
-    arms = np.arange(num_arms)
-    second[arms, :, arms, :] = products
-    return ratio.Moments(_dense(tally.sums, "s", (num_arms, NUM_FIELDS)), second)
-
-
-def bins_of(tally: Tally, definition: Definition, metric: Metric) -> Floats:
-    """(arms, groups, bins)."""
-    return _dense(tally.sums, f"q.{metric}", (len(definition.arms), num_groups(definition), NUM_BINS))
-
-
-def sizes_of(tally: Tally, definition: Definition) -> list[SampleSize]:
-    """Of each arm, for what is kept by group."""
-    observations = [tally.count(arm, "finished") + tally.count(arm, "failed") for arm in range(len(definition.arms))]
-    if not definition.is_clustered:
-        return [SampleSize(number, number) for number in observations]
-    buckets: list[set[str]] = [set() for _ in observations]
-    for name in tally.sums:
-        if name.startswith("b."):
-            _, bucket, arm, _ = name.split(".")
-            buckets[int(arm)].add(bucket)
-    return [SampleSize(number, float(len(seen))) for number, seen in zip(observations, buckets, strict=True)]
-
-
-def errors_of(tally: Tally, definition: Definition) -> tuple[Floats, Floats]:
-    """Failed requests and all of them, each (arms, groups)."""
-    shape = (len(definition.arms), num_groups(definition))
-    return _dense(tally.sums, "e", shape), _dense(tally.sums, "t", shape)
-
-
-def _dense(sums: Mapping[str, float], prefix: str, shape: tuple[int, ...]) -> Floats:
-    """The sums `prefix.i.j…` as an array."""
-    array = np.zeros(shape)
-    for name, amount in sums.items():
-        if name.startswith(f"{prefix}."):
-            array[tuple(map(int, name[len(prefix) + 1 :].split(".")))] = amount
-    return array

@@ -28,6 +28,7 @@ from service.experiments.report import (
     Report,
     SampleRatio,
 )
+from service.experiments.sheet import Sheet
 from service.experiments.statistics import ratio
 from service.experiments.tally import Tally
 
@@ -57,11 +58,12 @@ def report_on(experiment: Experiment, tally: Tally) -> Report:
     arms = [*range(len(definition.arms))]
     if is_watch and promotion is not None:
         arms = sorted({0, promotion.arm})
-    num_samples = sum(int(tally.count(arm, "analysed")) for arm in arms)
-    levels = levels_of(experiment, tally, arms)
+    sheet = Sheet(tally, definition)
+    num_samples = sum(sheet.count(arm, "analysed") for arm in arms)
+    levels = levels_of(sheet, arms)
     comparisons = compare(definition, levels) if levels is not None else []
-    guardrails = guardrails_of(experiment, tally, arms)
-    sample_ratio = sample_ratio_of(experiment, tally)
+    guardrails = guardrails_of(sheet, arms)
+    sample_ratio = sample_ratio_of(experiment, sheet)
     conclusion = conclude(definition, num_samples, comparisons, guardrails, sample_ratio)
     return Report(
         name=experiment.name,
@@ -80,23 +82,22 @@ def report_on(experiment: Experiment, tally: Tally) -> Report:
         is_safe_to_promote=conclusion.is_safe,
         is_conclusive=conclusion.is_final,
         verdict=conclusion.words,
-        arms=[_arm_report(experiment, tally, levels, arm) for arm in arms],
+        arms=[_arm_report(experiment, sheet, levels, arm) for arm in arms],
         comparisons=comparisons,
         guardrails=guardrails,
         sample_ratio=sample_ratio,
-        warnings=[*experiment.warnings, *_seen_warnings(experiment, tally)],
+        warnings=[*experiment.warnings, *_seen_warnings(sheet)],
     )
 
 
-def _seen_warnings(experiment: Experiment, tally: Tally) -> list[str]:
+def _seen_warnings(sheet: Sheet) -> list[str]:
     """What the traffic shows to be a mistake in the definition."""
-    definition = experiment.definition
-    considered, matched, assigned = (tally.sums.get(f"c.{what}", 0.0) for what in ("considered", "matched", "assigned"))
+    considered, matched, assigned = (sheet.seen(what) for what in ("considered", "matched", "assigned"))
     warnings = []
     if considered >= 100 and matched == 0:
-        warnings.append(f"filter matches none of the {considered:,.0f} requests so far")
+        warnings.append(f"filter matches none of the {considered:,} requests so far")
     if matched >= 100 and assigned == 0:
-        warnings.append(f"none of the {matched:,.0f} requests that match has the unit {definition.unit}")
+        warnings.append(f"none of the {matched:,} requests that match has the unit {sheet.definition.unit}")
     return warnings
 
 
@@ -228,7 +229,7 @@ def _broken_words(broken: GuardrailReport, definition: Definition) -> str:
     )
 
 
-def _arm_report(experiment: Experiment, tally: Tally, levels: Levels | None, arm: int) -> ArmReport:
+def _arm_report(experiment: Experiment, sheet: Sheet, levels: Levels | None, arm: int) -> ArmReport:
     definition = experiment.definition
 
     def level(estimates: ratio.Levels) -> float | None:
@@ -243,13 +244,13 @@ def _arm_report(experiment: Experiment, tally: Tally, levels: Levels | None, arm
         speculation=msgspec.to_builtins(experiment.configs[arm]),
         profile=definition.arms[arm].profile,
         profile_version=experiment.versions[arm],
-        analysed=int(tally.count(arm, "analysed")),
-        finished=int(tally.count(arm, "finished")),
-        failed=int(tally.count(arm, "failed")),
-        aborted=int(tally.count(arm, "aborted")),
-        audited=int(tally.count(arm, "audited")),
-        diverged=int(tally.count(arm, "diverged")),
+        analysed=sheet.count(arm, "analysed"),
+        finished=sheet.count(arm, "finished"),
+        failed=sheet.count(arm, "failed"),
+        aborted=sheet.count(arm, "aborted"),
+        audited=sheet.count(arm, "audited"),
+        diverged=sheet.count(arm, "diverged"),
         level=level(levels.adjusted) if levels is not None and definition.adjust else unadjusted,
         unadjusted_level=unadjusted,
-        quantiles=quantiles_of(definition, tally, arm),
+        quantiles=quantiles_of(sheet, arm),
     )

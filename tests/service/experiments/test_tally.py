@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from service.experiments.assignment import NUM_BUCKETS, Place
 from service.experiments.model import Metric
+from service.experiments.sheet import Sheet
 from service.experiments.statistics import ratio
 from service.experiments.statistics.quantile import NUM_BINS, NUM_GROUPS
 from service.experiments.statistics.units import MAX_UNITS
-from service.experiments.tally import Outcome, Request, Tally, bins_of, errors_of, metric_terms, moments_of, record
+from service.experiments.tally import Outcome, Request, Tally, metric_terms, record
 from tests.service.experiments.traffic import Law, definition, experiment, observe
 
 KINDS: list[dict[str, Any]] = [
@@ -62,7 +63,7 @@ def test_moments_are_those_of_the_requests() -> None:
         record(tally, chosen, Request(place, [0.5, 0.5], prompt, load), outcome)
         rows.append([1.0, seconds, tokens, prompt, tokens, load, load * tokens])
     array = np.array(rows)
-    moments = moments_of(tally, chosen)
+    moments = Sheet(tally, chosen).moments()
     assert np.allclose(moments.sums[0], array.sum(0))
     assert np.allclose(moments.second[0, :, 0, :], array.T @ array)
     assert not moments.sums[1].any()
@@ -100,8 +101,8 @@ def test_failures_and_departures_are_kept_apart() -> None:
     request = Request(Place(1, 0.5, 3, 4, is_counted=True), [0.5, 0.5], 10, 0.0)
     for status in ("finished", "failed", "aborted"):
         record(tally, chosen, request, Outcome(status=status, num_output_tokens=5, latency_seconds=1.0))
-    failed, total = errors_of(tally, chosen)
-    assert (failed.sum(), total.sum()) == (1.0, 2.0)
+    sheet = Sheet(tally, chosen)
+    assert (sheet.failed.sum(), sheet.served.sum()) == (1.0, 2.0)
     assert [tally.count(1, what) for what in ("finished", "failed", "aborted", "analysed")] == [1, 1, 1, 1]
 
 
@@ -135,6 +136,6 @@ def test_adaptive_requests_weigh_what_their_arm_was_denied() -> None:
     """With shares of 0.1 and 0.9 both arms' weighted counts estimate all requests."""
     chosen = msgspec.structs.replace(experiment(allocation="adaptive"), weights=[0.1, 0.9])
     tally = observe(chosen, Law(4), 4000)
-    assert moments_of(tally, chosen.definition).sums[:, ratio.COUNT] == pytest.approx([4000, 4000], rel=0.15)
-    assert bins_of(tally, chosen.definition, "tpot").sum((1, 2)) == pytest.approx([4000, 4000], rel=0.15)
+    assert Sheet(tally, chosen.definition).moments().sums[:, ratio.COUNT] == pytest.approx([4000, 4000], rel=0.15)
+    assert Sheet(tally, chosen.definition).bins("tpot").sum((1, 2)) == pytest.approx([4000, 4000], rel=0.15)
     assert tally.sums["x.0"] == pytest.approx(400)

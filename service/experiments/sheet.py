@@ -1,0 +1,96 @@
+"""A tally as arrays: read once, used by everything that a report says."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from service.experiments.assignment import NUM_BUCKETS
+from service.experiments.model import Definition, Metric
+from service.experiments.statistics import ratio
+from service.experiments.statistics.quantile import NUM_BINS, SampleSize
+from service.experiments.tally import NUM_FIELDS, Tally, guarded_metrics, num_groups
+
+Floats = npt.NDArray[np.float64]
+
+
+class Sheet:
+    """What a tally holds of an experiment, in the shapes that statistics take. Arms as in the definition."""
+
+    def __init__(self, tally: Tally, definition: Definition) -> None:
+        self._tally = tally
+        self.definition = definition
+        num_arms, groups = len(definition.arms), num_groups(definition)
+        arrays: dict[str, Floats] = {
+            "s": np.zeros((num_arms, NUM_FIELDS)),
+            "m": np.zeros((num_arms, NUM_FIELDS, NUM_FIELDS)),
+            "b": np.zeros((NUM_BUCKETS if definition.is_clustered else 0, num_arms, NUM_FIELDS)),
+            "e": np.zeros((num_arms, groups)),
+            "t": np.zeros((num_arms, groups)),
+            "x": np.zeros(num_arms),
+            "v": np.zeros(num_arms),
+        }
+        arrays |= {f"q.{metric}": np.zeros((num_arms, groups, NUM_BINS)) for metric in guarded_metrics(definition)}
+        for name, amount in tally.sums.items():
+            kind, *index = name.split(".")
+            if kind == "q":
+                kind = f"q.{index.pop(0)}"
+            if kind in arrays:
+                arrays[kind][tuple(map(int, index))] = amount
+        self._arrays = arrays
+
+    @property
+    def units(self) -> dict[int, int]:
+        """The arm of each sampled unit."""
+        return self._tally.units
+
+    @property
+    def failed(self) -> Floats:
+        """Failed requests, (arms, groups)."""
+        return self._arrays["e"]
+
+    @property
+    def served(self) -> Floats:
+        """Failed requests and finished ones, (arms, groups)."""
+        return self._arrays["t"]
+
+    @property
+    def expected(self) -> Floats:
+        """Requests that each arm was to get, (arms,)."""
+        return self._arrays["x"]
+
+    @property
+    def variance(self) -> Floats:
+        """Of the number of requests that each arm was to get, (arms,)."""
+        return self._arrays["v"]
+
+    def count(self, arm: int, what: str) -> int:
+        return int(self._tally.count(arm, what))
+
+    def seen(self, what: str) -> int:
+        """Requests "considered", "matched" or "assigned"."""
+        return int(self._tally.sums.get(f"c.{what}", 0.0))
+
+    def bins(self, metric: Metric) -> Floats:
+        """(arms, groups, bins)."""
+        return self._arrays[f"q.{metric}"]
+
+    def size(self, arm: int) -> SampleSize:
+        """Of what is kept by group."""
+        observations = self.count(arm, "finished") + self.count(arm, "failed")
+        buckets = self._arrays["b"][:, arm, ratio.COUNT]
+        units = int(np.count_nonzero(buckets)) if self.definition.is_clustered else observations
+        return SampleSize(observations, units)
+
+    def moments(self) -> ratio.Moments:
+        """Over clusters: requests, or buckets of units."""
+        num_arms = len(self.definition.arms)
+        if self.definition.is_clustered:
+            clusters = self._arrays["b"]
+            flat = clusters.reshape(NUM_BUCKETS, -1)
+            return ratio.Moments(clusters.sum(0), (flat.T @ flat).reshape(num_arms, NUM_FIELDS, num_arms, NUM_FIELDS))
+        upper = self._arrays["m"]
+        second = np.zeros((num_arms, NUM_FIELDS, num_arms, NUM_FIELDS))
+        arms = np.arange(num_arms)
+        second[arms, :, arms, :] = upper + np.swapaxes(np.triu(upper, 1), 1, 2)
+        return ratio.Moments(self._arrays["s"], second)
