@@ -1,4 +1,4 @@
-"""The command: `forerun serve`, `forerun fetch`; `python -m service` is the same as `forerun serve`."""
+"""The command: `forerun serve`, `fetch`, `simulate`; `python -m service` is the same as `forerun serve`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from service.settings import SettingsError, load_settings
 USAGE = """usage: forerun COMMAND [flags]
 
 commands:
-  serve    serve a model over REST and WebSocket; `forerun serve --help` explains every setting
-  fetch    fetch and convert the embedded model, so that the first start is quick
+  serve     serve a model over REST and WebSocket; `forerun serve --help` explains every setting
+  fetch     fetch and convert the embedded model, so that the first start is quick
+  simulate  replay recorded token sequences through lookup proposers, without a model
 """
 
 
@@ -27,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return serve(rest)
         case "fetch":
             return fetch(rest)
+        case "simulate":
+            return simulate(rest)
         case "--help" | "-h":
             print(USAGE)
             return 0
@@ -49,6 +52,11 @@ def serve(arguments: Sequence[str]) -> int:
 def fetch(arguments: Sequence[str]) -> int:
     """Fetch the embedded model in a process of its own: this one loads no engine."""
     return subprocess.run([sys.executable, "-m", "target.embedded", *arguments], check=False).returncode
+
+
+def simulate(arguments: Sequence[str]) -> int:
+    """Replay a log, in a process of its own like `fetch`."""
+    return subprocess.run([sys.executable, "-m", "speculation.simulate", *arguments], check=False).returncode
 
 
 if __name__ == "__main__":

@@ -344,3 +344,7 @@ def _table(rows: Sequence[Mapping[str, object]]) -> Iterator[str]:
         yield "  ".join([str(row["config"]).ljust(width), *cells])
     for row in rows:
         yield f"{row['config']}: accepted by position {row['acceptance_per_position']}, skipped {row['skipped_drafts']}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
