@@ -17,9 +17,7 @@ from pathlib import Path
 from statistics import median
 from time import thread_time
 
-from draft.config import SingleConfig, SpeculationConfig, SuffixConfig
-from draft.config import NgramConfig as Ngram
-from draft.config import PredictionConfig as Prediction
+from draft.config import NgramConfig, PredictionConfig, SingleConfig, SuffixConfig
 from draft.proposer import DraftContext
 from draft.registry import lookup_proposers
 from draft.roster import AsConfigured, DraftControl, Roster
@@ -28,10 +26,10 @@ from speculation.simulate import DEFAULT_CURVE, parse_curve
 from target.sampling_params import SamplingParams
 
 CONFIGS: dict[str, SingleConfig] = {
-    "ngram": Ngram(),
+    "ngram": NgramConfig(),
     "suffix": SuffixConfig(),
     "suffix chain 4": SuffixConfig(num_speculative_tokens=4),
-    "prediction": Prediction(),
+    "prediction": PredictionConfig(),
 }
 
 
@@ -48,7 +46,7 @@ def recurring(rng: random.Random, num_tokens: int) -> list[int]:
 
 
 def step_times(
-    config: SpeculationConfig,
+    config: SingleConfig,
     control: DraftControl | DraftLengthController,
     *,
     num_prompt: int,

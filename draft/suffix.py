@@ -32,7 +32,8 @@ class _Life:
     def catch_up(self, token_ids: Sequence[int]) -> Corpus:
         """The index of the sequence's own text, complete. It grows by doubling: amortised O(1) a token."""
         if self.text is None or len(token_ids) > self.text.capacity:
-            self.text = Corpus(max(256, 2 ** len(token_ids).bit_length()), OWN_ORDERS)
+            with_room = len(token_ids) * 3 // 2 + 128
+            self.text = Corpus(2 ** with_room.bit_length(), OWN_ORDERS)
             self.num_indexed = 0
         self.text.extend(token_ids[self.num_indexed :])
         self.num_indexed = len(token_ids)
