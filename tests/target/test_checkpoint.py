@@ -127,7 +127,7 @@ def test_a_truncated_model_is_its_first_layers(tmp_path: Path, save_model: SaveM
 def test_only_layers_there_are_can_be_kept(layers: int, tmp_path: Path, save_model: SaveModel) -> None:
     """Keeping none or more layers than there are is an error that says how many there are."""
     folder, _ = save_model("llama")
-    with pytest.raises(ValueError, match=rf"num_layers is {layers}; \S+ has layers to keep 1 to 2"):
+    with pytest.raises(ValueError, match="layers to keep 1 to 2"):
         truncate_checkpoint(folder, tmp_path / "poor", layers)
 
 
@@ -143,6 +143,6 @@ def test_only_layers_there_are_can_be_kept(layers: int, tmp_path: Path, save_mod
 def test_arguments_that_cannot_be_are_told(argument: str, value: Any, wanted: str, save_model: SaveModel) -> None:
     """A device, precision, backend or length that does not exist is named with those that do."""
     folder, _ = save_model("llama")
-    with pytest.raises(ValueError, match="it must be|positions") as caught:
+    with pytest.raises(ValueError, match=r"it must be|positions") as caught:
         load_runner(folder, num_blocks=2, **{argument: value})
     assert wanted in str(caught.value)
