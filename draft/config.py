@@ -151,6 +151,14 @@ def single_configs(config: SpeculationConfig) -> tuple[SingleConfig, ...]:
     return config.proposers if isinstance(config, FirstConfig) else (config,)
 
 
+def config_of(config: SpeculationConfig, method: str) -> SingleConfig:
+    """The config of one of the methods that a resolved config names. Raises ValueError for another."""
+    for single in single_configs(config):
+        if method_of(single) == method:
+            return single
+    raise ValueError(f"method {method!r} is not named by {config!r}")
+
+
 @lru_cache(maxsize=256)
 def bounds_of(config: SingleConfig) -> DraftBounds:
     """The size a config allows its proposer's drafts.

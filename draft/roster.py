@@ -10,26 +10,37 @@ from typing import Protocol
 
 import torch
 
-from draft.config import MODEL_FREE_METHODS, SingleConfig, SpeculationConfig, bounds_of, method_of, single_configs
+from draft.config import (
+    MODEL_FREE_METHODS,
+    SingleConfig,
+    SpeculationConfig,
+    bounds_of,
+    config_of,
+    method_of,
+    single_configs,
+)
 from draft.proposer import DraftContext, Features, Proposer
 from draft.tree import Draft
 
 
 class DraftControl(Protocol):
-    """Who decides how much is drafted, and whether a draft is good enough not to ask the next proposer."""
+    """Who decides how much is drafted, and whether a draft is good enough not to ask the next proposer.
 
-    def limits(self, contexts: Sequence[DraftContext]) -> list[int]:
-        """Most nodes each context's own method (`context.config`) may draft; 0 skips it: it does not pay."""
+    Contexts are the sequences' own, with their whole config; `method` is one that it names.
+    """
+
+    def limits(self, contexts: Sequence[DraftContext], method: str) -> list[int]:
+        """Most nodes the method may draft for each; 0 skips it: it does not pay."""
 
     @property
     def min_confidence(self) -> float:
         """The least chance of a path for which verifying one more node pays; 0 takes everything."""
 
-    def hope(self, context: DraftContext, config: SingleConfig) -> float:
-        """What asking the method of `config`, one of the sequence's, is expected to bring, less what drafting costs."""
+    def hope(self, context: DraftContext, method: str) -> float:
+        """What asking the method is expected to bring, in tokens a step, less what drafting costs."""
 
-    def appraise(self, context: DraftContext, draft: Draft) -> float:
-        """What a draft by `context.config` is expected to bring, in tokens a step, net of what verifying it costs."""
+    def appraise(self, context: DraftContext, method: str, draft: Draft) -> float:
+        """What the method's draft is expected to bring, in tokens a step, less what verifying it costs."""
 
     def note_drafting(self, method: str, drafts: Sequence[Draft], seconds: float) -> None:
         """One proposer has drafted for several sequences in so many seconds."""
@@ -46,14 +57,14 @@ class AsConfigured:
     def __init__(self, auto: int = 8) -> None:
         self._auto = auto
 
-    def limits(self, contexts: Sequence[DraftContext]) -> list[int]:
-        all_bounds = [bounds_of(single_configs(context.config)[0]) for context in contexts]
+    def limits(self, contexts: Sequence[DraftContext], method: str) -> list[int]:
+        all_bounds = [bounds_of(config_of(context.config, method)) for context in contexts]
         return [bounds.num_nodes if bounds.is_fixed else min(bounds.num_nodes, self._auto) for bounds in all_bounds]
 
-    def hope(self, context: DraftContext, config: SingleConfig) -> float:
+    def hope(self, context: DraftContext, method: str) -> float:
         return 0.0
 
-    def appraise(self, context: DraftContext, draft: Draft) -> float:
+    def appraise(self, context: DraftContext, method: str, draft: Draft) -> float:
         return inf if draft else 0.0
 
     def note_drafting(self, method: str, drafts: Sequence[Draft], seconds: float) -> None:
@@ -66,13 +77,9 @@ class _Turn:
 
     context: DraftContext
     most: int
-    configs: list[SingleConfig]
+    methods: list[str]
     best: Draft
     value: float = 0.0
-
-    @property
-    def next_method(self) -> str:
-        return method_of(self.configs[0])
 
 
 class Roster:
@@ -124,34 +131,33 @@ class Roster:
     def propose(self, contexts: Sequence[DraftContext], most: Sequence[int], control: DraftControl) -> list[Draft]:
         """One draft a context, in order, of at most `most[i]` (> 0) nodes; empty drafts say why."""
         turns = [
-            _Turn(context, limit, list(single_configs(context.config)), Draft.none("disabled"))
+            _Turn(context, limit, list(self._methods_of(context.seq_id)), Draft.none("disabled"))
             for context, limit in zip(contexts, most, strict=True)
         ]
-        while waiting := [turn for turn in turns if turn.configs]:
-            method = min((turn.next_method for turn in waiting), key=lambda name: name not in MODEL_FREE_METHODS)
-            self._ask(method, [turn for turn in waiting if turn.next_method == method], control)
+        while waiting := [turn for turn in turns if turn.methods]:
+            method = min((turn.methods[0] for turn in waiting), key=lambda name: name not in MODEL_FREE_METHODS)
+            self._ask(method, [turn for turn in waiting if turn.methods[0] == method], control)
         return [turn.best for turn in turns]
 
     def _ask(self, method: str, turns: Sequence[_Turn], control: DraftControl) -> None:
         """One method drafts for all that wait for it, but those for which it does not pay."""
-        contexts = [_asking(turn.context, turn.configs[0], control.min_confidence) for turn in turns]
         asked: list[_Turn] = []
-        asked_contexts: list[DraftContext] = []
+        contexts: list[DraftContext] = []
         limits: list[int] = []
-        for turn, context, limit in zip(turns, contexts, control.limits(contexts), strict=True):
+        for turn, limit in zip(turns, control.limits([turn.context for turn in turns], method), strict=True):
             if limit > 0:
                 asked.append(turn)
-                asked_contexts.append(context)
+                contexts.append(_asking(turn.context, method, control.min_confidence))
                 limits.append(min(limit, turn.most))
             else:
                 self._settle(turn, Draft.none("does_not_pay", method), 0.0, control)
         if not asked:
             return
         started = self._clock()
-        drafts = self._proposers[method].propose(asked_contexts, limits)
+        drafts = self._proposers[method].propose(contexts, limits)
         control.note_drafting(method, drafts, self._clock() - started)
-        for turn, context, draft in zip(asked, asked_contexts, drafts, strict=True):
-            self._settle(turn, draft, control.appraise(context, draft), control)
+        for turn, draft in zip(asked, drafts, strict=True):
+            self._settle(turn, draft, control.appraise(turn.context, method, draft), control)
 
     @staticmethod
     def _settle(turn: _Turn, draft: Draft, value: float, control: DraftControl) -> None:
@@ -159,18 +165,22 @@ class Roster:
         is_first = turn.best.skipped == "disabled"
         if is_first or value > turn.value or (draft and not turn.best):
             turn.best, turn.value = draft, value
-        del turn.configs[0]
-        if draft and value >= max((control.hope(turn.context, config) for config in turn.configs), default=0.0):
-            turn.configs.clear()
+        del turn.methods[0]
+        if draft and value >= max((control.hope(turn.context, method) for method in turn.methods), default=0.0):
+            turn.methods.clear()
 
     def commit(self, seq_id: int, token_ids: Sequence[int], features: Features | None) -> None:
         """Tokens were appended. `features` has the columns of `feature_layers` of the sequence's config, in order."""
         names = self._methods_of(seq_id)
+        if features is None:
+            for name in names:
+                self._proposers[name].commit(seq_id, token_ids, None)
+            return
         layers = sorted({layer for name in names for layer in self._proposers[name].needs_features})
         for name in names:
             needed = self._proposers[name].needs_features
-            mine = None if features is None or not needed else _columns(features, layers, needed)
-            if token_ids or mine is not None:
+            if needed or token_ids:
+                mine = _columns(features, layers, needed) if needed else None
                 self._proposers[name].commit(seq_id, token_ids, mine)
 
     def finish(self, seq_id: int) -> None:
@@ -192,8 +202,9 @@ class Roster:
         return self._methods[seq_id]
 
 
-def _asking(context: DraftContext, config: SingleConfig, min_confidence: float) -> DraftContext:
+def _asking(context: DraftContext, method: str, min_confidence: float) -> DraftContext:
     """The context as one of its config's proposers sees it. A size that the user chose is drafted to its end."""
+    config = config_of(context.config, method)
     return DraftContext(
         context.seq_id,
         context.token_ids,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 
@@ -39,12 +40,13 @@ class Draft:
         """A draft without branches."""
         return cls(token_ids, tuple(range(-1, len(token_ids) - 1)), source, confidences, match_length)
 
-    @classmethod
-    def none(cls, reason: str, source: str = "") -> Draft:
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def none(reason: str, source: str = "") -> Draft:
         """No guess, and why."""
         if reason not in SKIP_REASONS:
             raise ValueError(f"unknown skip reason {reason!r}; one of {sorted(SKIP_REASONS)}")
-        return cls(source=source, skipped=reason)
+        return Draft(source=source, skipped=reason)
 
     def __len__(self) -> int:
         return len(self.token_ids)

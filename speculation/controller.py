@@ -12,10 +12,8 @@ from draft.config import (
     MAX_TREE_SIZE,
     MODEL_FREE_METHODS,
     DraftBounds,
-    SingleConfig,
     bounds_of,
-    method_of,
-    single_configs,
+    config_of,
 )
 from draft.tree import Draft
 from speculation.acceptance import HOT_TEMPERATURE, AcceptanceModel, TrackRecord
@@ -117,21 +115,19 @@ class DraftLengthController:
         """The least chance of a path for which a node pays in this step."""
         return self._step.row_price
 
-    def limits(self, contexts: Sequence[DraftContext]) -> list[int]:
-        """Most nodes each context's method (`context.config`) may draft; 0 where it rests because it does not pay."""
-        return [self._limit(context) for context in contexts]
+    def limits(self, contexts: Sequence[DraftContext], method: str) -> list[int]:
+        """Most nodes the method may draft for each; 0 where it rests because it does not pay."""
+        return [self._limit(context, method) for context in contexts]
 
-    def hope(self, context: DraftContext, config: SingleConfig) -> float:
-        """What asking `config`'s method is expected to bring this sequence, in tokens, net of what drafting costs."""
-        method = method_of(config)
+    def hope(self, context: DraftContext, method: str) -> float:
+        """What asking the method is expected to bring this sequence, in tokens, less what drafting costs."""
         habit = self._habit(context, method)
         if habit.bounds.is_fixed:
             return inf
         return 0.0 if habit.rests else habit.value - self._drafting_price(method)
 
-    def appraise(self, context: DraftContext, draft: Draft) -> float:
-        """What this draft is expected to bring, in tokens, net of what verifying costs. Once each, empty ones too."""
-        method = method_of(context.config)
+    def appraise(self, context: DraftContext, method: str, draft: Draft) -> float:
+        """What this draft is expected to bring, in tokens, less what verifying costs. Once each, empty ones too."""
         habit = self._habit(context, method)
         if habit.bounds.is_fixed:
             return inf if draft else 0.0
@@ -207,8 +203,7 @@ class DraftLengthController:
         """The sequence has ended; what its class learned stays."""
         self._sequences.pop(seq_id, None)
 
-    def _limit(self, context: DraftContext) -> int:
-        method = method_of(context.config)
+    def _limit(self, context: DraftContext, method: str) -> int:
         habit = self._habit(context, method)
         if habit.bounds.is_fixed:
             return habit.bounds.num_nodes
@@ -287,8 +282,7 @@ class DraftLengthController:
             sequence = self._sequences[context.seq_id] = _Sequence(context.sampling.temperature)
         habit = sequence.habits.get(method)
         if habit is None:
-            bounds = next(bounds_of(config) for config in single_configs(context.config) if method_of(config) == method)
-            kind = self._class_of(context, method)
+            bounds, kind = bounds_of(config_of(context.config, method)), self._class_of(context, method)
             habit = _Habit(bounds, kind.value, min(kind.num_asked, CLASS_WEIGHT), has_confidences=kind.has_confidences)
             sequence.habits[method] = habit
         return habit

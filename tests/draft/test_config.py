@@ -17,6 +17,7 @@ from draft.config import (
     SpeculationConfig,
     SuffixConfig,
     bounds_of,
+    config_of,
     method_of,
     resolve,
     single_configs,
@@ -108,6 +109,14 @@ def test_a_method_the_service_lacks_is_refused() -> None:
         resolve(FirstConfig(proposers=(NgramConfig(), Eagle3Config())), {"ngram", "suffix"})
     with pytest.raises(ValueError, match="must be resolved"):
         single_configs(AutoConfig())
+
+
+def test_a_methods_config_is_found_by_its_name() -> None:
+    """Of several methods each has its own config; one that is not named is refused."""
+    config = FirstConfig(proposers=(NgramConfig(max_n=4), Eagle3Config()))
+    assert config_of(config, "ngram") == NgramConfig(max_n=4)
+    with pytest.raises(ValueError, match="'suffix' is not named by"):
+        config_of(config, "suffix")
 
 
 def test_the_tree_limit_is_the_targets() -> None:

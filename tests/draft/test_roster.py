@@ -16,7 +16,6 @@ from draft.config import (
     MedusaConfig,
     NgramConfig,
     NoSpeculation,
-    SingleConfig,
     SpeculationConfig,
     SuffixConfig,
     method_of,
@@ -68,14 +67,14 @@ class Scripted(AsConfigured):
         super().__init__()
         self.tables = limits, hopes, worths
 
-    def limits(self, contexts: Sequence[DraftContext]) -> list[int]:
-        return [self.tables[0].get(method_of(context.config), 9) for context in contexts]
+    def limits(self, contexts: Sequence[DraftContext], method: str) -> list[int]:
+        return [self.tables[0].get(method, 9) for _ in contexts]
 
-    def hope(self, context: DraftContext, config: SingleConfig) -> float:
-        return self.tables[1].get(method_of(config), 0.0)
+    def hope(self, context: DraftContext, method: str) -> float:
+        return self.tables[1].get(method, 0.0)
 
-    def appraise(self, context: DraftContext, draft: Draft) -> float:
-        return self.tables[2].get(method_of(context.config), 0.0) if draft else 0.0
+    def appraise(self, context: DraftContext, method: str, draft: Draft) -> float:
+        return self.tables[2].get(method, 0.0) if draft else 0.0
 
 
 BOTH = FirstConfig(proposers=(SuffixConfig(), Eagle3Config()))
@@ -187,6 +186,8 @@ def test_verbs_out_of_order_and_unknown_methods_raise() -> None:
         roster.commit(1, [1], None)
     with pytest.raises(ValueError, match="sequence 1 was never started"):
         roster.finish(1)
+    with pytest.raises(ValueError, match="sequence 1 was never started"):
+        roster.propose([DraftContext(1, [1], 1, SamplingParams(), SuffixConfig())], [4], AsConfigured())
     with pytest.raises(ValueError, match="'draft_model' is not served here; one of suffix"):
         roster.start(1, FirstConfig(proposers=(SuffixConfig(), DraftModelConfig())), [1])
     with pytest.raises(ValueError, match="must be resolved"):

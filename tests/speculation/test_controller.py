@@ -253,7 +253,7 @@ def test_trimmed_trees_are_trees_of_the_likeliest_nodes(data: st.DataObject, siz
     draft = Draft(tuple(range(size)), parents, "suffix", tuple(confidences), 4)
     control = controller_on(CPU)
     asking = context(0, SuffixConfig())
-    control.appraise(asking, draft)
+    control.appraise(asking, "suffix", draft)
     (kept,) = control.trim([asking], [draft])
     kept_nodes = list(kept.token_ids)
     assert kept_nodes == sorted(kept_nodes)
@@ -310,7 +310,7 @@ def test_a_finished_sequence_is_forgotten() -> None:
     """Nothing is kept of a sequence but what its class learned; one that was never seen may finish, too."""
     control = controller_on(CPU)
     for seq_id in range(50):
-        control.limits([context(seq_id, NgramConfig())])
+        control.limits([context(seq_id, NgramConfig())], "ngram")
         control.finish(seq_id)
     control.finish(1000)
     assert control.num_sequences == 0
@@ -320,6 +320,6 @@ def test_fixed_configs_are_not_weighed() -> None:
     """A config with a number is worth taking at once, whatever its draft."""
     control = DraftLengthController(StepCostModel())
     fixed = context(0, NgramConfig(num_speculative_tokens=4))
-    assert control.limits([fixed]) == [4]
-    assert control.appraise(fixed, Draft.chain((1,), "ngram")) == inf
-    assert control.appraise(fixed, Draft.none("no_match", "ngram")) == 0.0
+    assert control.limits([fixed], "ngram") == [4]
+    assert control.appraise(fixed, "ngram", Draft.chain((1,), "ngram")) == inf
+    assert control.appraise(fixed, "ngram", Draft.none("no_match", "ngram")) == 0.0
