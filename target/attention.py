@@ -50,6 +50,11 @@ class HeadLayout:
         return np.arange(self.num_heads).reshape(self.num_kv_heads, 1, self.queries_per_kv)
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision attention computes in, for keys and values stored as `dtype`: float32 at least."""
+    return torch.float32 if dtype in {torch.bfloat16, torch.float16} else dtype
+
+
 class TorchAttention:
     """Attention in plain torch whose every sum has an order that is fixed by the row alone.
 
@@ -164,7 +169,7 @@ class _Forward:
         self._heads = layout.heads
         self._num_new = len(slot_mapping)
         self._num_rows = num_rows
-        self._dtype = torch.float32 if like.dtype in {torch.bfloat16, torch.float16} else like.dtype
+        self._dtype = compute_dtype(like.dtype)
         self._scale = layout.heads.head_size**-0.5
         self._products: list[_Products] = []
         num_pieces = 0

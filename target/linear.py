@@ -13,8 +13,9 @@ from target.row_stability import REFERENCE_ROWS, stable_row_counts
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """[n, inputs] to [n, outputs]."""
+WeightAndBias = tuple[torch.Tensor, torch.Tensor | None]
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
-"""From a weight [outputs, inputs] and perhaps a bias [outputs]."""
+"""From a weight, [outputs, inputs], and perhaps a bias, [outputs]."""
 
 CANDIDATE_ROWS = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -41,17 +42,18 @@ class Products:
     stable: bool
 
 
-def choose_products(weights: Sequence[torch.Tensor], device: torch.device, max_rows: int) -> Products:
-    """The fastest library whose rows are independent for weights of these shapes, with the row counts up to `max_rows`.
+def choose_products(linears: Sequence[WeightAndBias], device: torch.device, max_rows: int) -> Products:
+    """The fastest library whose rows are independent for such linears, with the row counts up to `max_rows`.
 
     Where none is found stable, one fixed count: rows then run through the same kernel always, which is not verified
     to treat all rows of a tile alike.
     """
-    libraries = [("oneDNN", packed_linear)] if can_pack(weights[0].dtype, device) else []
+    libraries = [("oneDNN", packed_linear)] if can_pack(linears[0][0].dtype, device) else []
     for library, make in [*libraries, ("torch", plain_linear)]:
         counts = tuple(count for count in CANDIDATE_ROWS if count <= max_rows)
-        for weight in weights:
-            counts = stable_row_counts(make(weight.to(device), None), weight.shape[1], counts, weight.dtype, device)
+        for weight, bias in linears:
+            compute = make(weight.to(device), None if bias is None else bias.to(device))
+            counts = stable_row_counts(compute, weight.shape[1], counts, weight.dtype, device)
         if REFERENCE_ROWS in counts:
             return Products(library, _tiled(make, counts[-1]), RowCounts(counts), stable=True)
     return Products("torch", _tiled(plain_linear, REFERENCE_ROWS), RowCounts((REFERENCE_ROWS,)), stable=False)

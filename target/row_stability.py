@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 REFERENCE_ROWS = 16
 """The count others are compared with, and the only one used where none agrees."""
@@ -102,12 +103,15 @@ def _agreeing(
     return {size for size, num in queries.items() if agrees(num, 1) and agrees(num, NUM_TRIED)}
 
 
-def stable_elementwise(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the elementwise operations of the decoder give an element the same result wherever it stands."""
+def stable_operations(width: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the decoder's norms, of `width`, and its elementwise operations do not depend on an element's place."""
     x = _numbers((4096,), dtype, device)
     whole = _elementwise(x)
     spans = [(start, length) for start in (0, 1, 5, 16) for length in (*range(1, 40), 1031)]
-    return all(torch.equal(_elementwise(x[a : a + n].clone()), whole[a : a + n]) for a, n in spans)
+    if not all(torch.equal(_elementwise(x[a : a + n].clone()), whole[a : a + n]) for a, n in spans):
+        return False
+    counts = (1, 4, 12, 64, 256)
+    return stable_row_counts(lambda x: functional.rms_norm(x, (width,)), width, counts, dtype, device) == counts
 
 
 def _elementwise(x: torch.Tensor) -> torch.Tensor:

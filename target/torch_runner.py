@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from target.attention import KEY_BLOCK, HeadLayout, TorchAttention
+from target.attention import KEY_BLOCK, HeadLayout, TorchAttention, compute_dtype
 from target.batch import ForwardBatch, ForwardOutput, IntArray
 from target.config import ModelConfig
 from target.decoder import Decoder
 from target.kv_pool import KVPool
 from target.linear import choose_products
 from target.rope import RotaryTable
-from target.row_stability import stable_elementwise, stable_tiles
+from target.row_stability import stable_operations, stable_tiles
 from target.weights import ModelWeights
 
 
@@ -47,16 +47,17 @@ class TorchRunner:
         )
         first = weights.layers[0]
         with torch.inference_mode():
-            body = choose_products([first.qkv, first.output, first.gate_up, first.down], device, max_rows=256)
-            head = choose_products([weights.lm_head], device, max_rows=64)
-            tiles = stable_tiles(heads.queries_per_kv, heads.head_size, KEY_BLOCK, dtype, device)
+            linears = [(first.qkv, first.qkv_bias), *((w, None) for w in (first.output, first.gate_up, first.down))]
+            body = choose_products(linears, device, max_rows=256)
+            head = choose_products([(weights.lm_head, None)], device, max_rows=64)
+            tiles = stable_tiles(heads.queries_per_kv, heads.head_size, KEY_BLOCK, compute_dtype(dtype), device)
             self._decoder = Decoder(
                 config, weights, RotaryTable(config, max_model_len, dtype, device), body.make, device
             )
             self._head = head.make(weights.lm_head.to(device), None)
         self._row_counts, self._head_counts = body.row_counts, head.row_counts
         self._attention = TorchAttention(self.kv_pool, heads, window=config.sliding_window, tiles=tiles)
-        stable = body.stable and head.stable and tiles.stable and stable_elementwise(dtype, device)
+        stable = body.stable and head.stable and tiles.stable and stable_operations(config.hidden_size, dtype, device)
         self.description = (
             f"torch on {device}, {str(dtype).removeprefix('torch.')}, products by {body.library}, rows padded to "
             f"{', '.join(map(str, body.row_counts.counts))}, {'found' if stable else 'NOT FOUND'} to be independent"

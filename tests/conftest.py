@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 
 # Before any library reads it: a test that would fetch something from a hub fails instead.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Threads that spin at a barrier would keep the ones they wait for off the processor.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 from hypothesis import settings

@@ -18,12 +18,12 @@ NUM_BLOCKS = 160
 BUSHY = (-1, 0, 0, 1, -1, 4, 3, 2, 6, 8, 9, 5, 10)
 """Parents of a tree whose nodes do not stand in the order of any path."""
 
-MODELS = [("smollm", "float32"), ("mistral", "float32"), ("smollm", "float64")]
+MODELS = [("smollm", "float32"), ("mistral", "float32"), ("smollm", "float64"), ("qwen3", "float16")]
 
 
 @pytest.fixture(scope="module", params=MODELS, ids="-".join)
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    """A runner of a tiny model: with all keys visible, with a window, and in double precision."""
+    """A runner of a tiny model: with all keys visible, with a window, in double and in half precision."""
     family, dtype = request.param
     folder = tmp_path_factory.mktemp("model")
     make_model(family).save_pretrained(folder)
