@@ -20,6 +20,8 @@ class Closing(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int
+    num_guessed_tokens: int
+    """Completion tokens that a proposer had guessed."""
     seed: int
     metrics: Metrics
 
@@ -76,6 +78,7 @@ class Answer:
             num_prompt_tokens=sum(len(prompt.token_ids) for prompt in self.generation.prompts),
             num_completion_tokens=sum(choice.num_tokens for choice in self._choices),
             num_cached_tokens=sum(first.num_cached_tokens for first in firsts),
+            num_guessed_tokens=sum(choice.num_guessed for choice in self._choices),
             seed=self.generation.sampling.seed,
             metrics=Metrics(
                 speculative_decoding=speculative_decoding(metrics, self.generation.speculation),

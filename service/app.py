@@ -67,7 +67,6 @@ async def engine(app: web.Application) -> AsyncIterator[None]:
     )
     task = app[ENGINE_LIFE] = asyncio.create_task(supervisor.run(), name="engine")
     yield
-    front.client.close()
     task.cancel()
     with suppress(asyncio.CancelledError, Exception):  # whoever awaited it before has reported its error
         await task

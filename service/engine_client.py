@@ -139,9 +139,7 @@ class EngineClient:
     def detach(self, error: EngineUnavailableError) -> None:
         """The engine is gone; everybody who waits for it gets `error`."""
         self.ready = self._send = None
-        streams, self._streams = self._streams, {}
-        for stream in {id(stream): stream for stream in streams.values()}.values():
-            stream.fail(error)
+        self._fail_all(error)
 
     def submit(self, submits: Sequence[Submit]) -> OutputStream:
         """The outputs of one request's sequences. Entering the context submits them."""
@@ -170,9 +168,16 @@ class EngineClient:
         if self._send is not None:
             self._send(Drain())
 
-    def close(self) -> None:
-        """Fail whatever still waits: the front is going away."""
-        self.detach(EngineUnavailableError("the service is shutting down", "shutting_down"))
+    def end_all(self, error: EngineUnavailableError) -> None:
+        """Abort every sequence; everybody who waits gets `error`."""
+        for request_id in self._streams:
+            self.abort(request_id)
+        self._fail_all(error)
+
+    def _fail_all(self, error: EngineUnavailableError) -> None:
+        streams, self._streams = self._streams, {}
+        for stream in {id(stream): stream for stream in streams.values()}.values():
+            stream.fail(error)
 
     def dispatch(self, event: Event) -> None:
         """Hand an event of the engine to who waits for it."""

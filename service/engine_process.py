@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
-import sys
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from speculation.framing import FrameReader, FramingError, encode_frame
 from speculation.messages import Command, Event
 
 READ_BYTES = 256 * 1024
-PR_SET_PDEATHSIG = 1
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -82,8 +79,9 @@ async def start_engine(
     """Start `command` with `--socket PATH` behind it and wait until it connects there; at the end it is gone.
 
     The socket lies in a folder that only this user can enter. The process is in a session of its own, so that a
-    signal from the terminal does not reach it before the front has finished its requests; it is killed when the front
-    dies. Raises `EngineDiedError` if it ends or takes longer than `connect_seconds` before it connects.
+    signal from the terminal does not reach it before the front has finished its requests. An engine ends when its
+    connection does, and so also when the front is killed. Raises `EngineDiedError` if it ends, or takes longer than
+    `connect_seconds`, before it connects.
     """
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="forerun-"))
@@ -104,7 +102,6 @@ async def start_engine(
             str(path),
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=_die_with(os.getpid()),
         )
         stack.push_async_callback(_stop, process, connected, stop_seconds)
         reader, writer = await _connection(process, connected, connect_seconds)
@@ -144,17 +141,3 @@ async def _stop(
         with suppress(TimeoutError):
             async with asyncio.timeout(patience):
                 await process.wait()
-
-
-def _die_with(parent: int) -> Callable[[], None] | None:
-    """What a new process does before anything else on Linux: ask to be killed when its parent dies."""
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)
-
-    def ask() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return ask

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 import msgspec
+import structlog
 
 from service.admission import Admission
 from service.answer import Answer
@@ -18,6 +19,8 @@ from service.schema import ChatCompletionRequest, CompletionRequest
 from service.served_model import ServedModel
 from service.settings import Settings
 from speculation.messages import Ready, SpeculationConfig, Stats, method_of
+
+_log = structlog.get_logger("forerun.generation")
 
 GenerationBody = ChatCompletionRequest | CompletionRequest
 
@@ -83,8 +86,22 @@ class Front:
                 answer = Answer(generation, model.tokenizer, stream, arrived_at)
                 yield answer
                 if stream.is_finished:
-                    config = generation.speculation or self.settings.engine.speculation
-                    self.metrics.observe(answer.closing, method_of(config))
+                    self._note_answer(answer, method_of(generation.speculation or self.settings.engine.speculation))
+
+    def _note_answer(self, answer: Answer, method: str) -> None:
+        closing = answer.closing
+        self.metrics.observe(closing, method)
+        timing, guessed = closing.metrics.timing, closing.metrics.speculative_decoding
+        _log.info(
+            "generation",
+            generation=answer.generation.id,
+            method=method,
+            prompt_tokens=closing.num_prompt_tokens,
+            completion_tokens=closing.num_completion_tokens,
+            ttft=round(timing.ttft, 6),
+            tpot=round(timing.tpot, 6),
+            mean_acceptance_length=round(guessed.mean_acceptance_length, 3),
+        )
 
     def _note_stats(self, stats: Stats) -> None:
         self.metrics.engine.stats = stats

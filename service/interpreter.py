@@ -18,6 +18,9 @@ from speculation.messages import SamplingParams, SpeculationConfig, resolve
 OPENAI_COMPLETION_TOKENS = 16
 """What /v1/completions generates where the request does not say, as OpenAI's does."""
 
+DRAWN_SEED_BITS = 53
+"""A drawn seed is short enough that a JavaScript client can send it back."""
+
 
 class Interpreter:
     """Turns requests into generations. Raises `ApiError` for everything the schema cannot see is wrong."""
@@ -91,7 +94,7 @@ class Interpreter:
         )
 
     def _sampling(self, request: GenerationRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
-        seed = secrets.randbits(64) if request.seed is None else request.seed
+        seed = secrets.randbits(DRAWN_SEED_BITS) if request.seed is None else request.seed
         if not -SEED_SPAN // 2 <= seed < SEED_SPAN:
             raise ApiError.invalid("seed", f"seed is {seed}; it must fit in 64 bits")
         if request.min_tokens is not None and request.min_tokens > max_tokens:

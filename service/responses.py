@@ -18,7 +18,7 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """Part of `usage`: guesses that came true, and those that did not."""
+    """Part of `usage`: completion tokens that were guessed, and guesses that did not come true."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -42,7 +42,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
             total_tokens=closing.num_prompt_tokens + closing.num_completion_tokens,
             prompt_tokens_details=PromptTokensDetails(closing.num_cached_tokens),
             completion_tokens_details=CompletionTokensDetails(
-                guessed.num_accepted_draft_tokens,
+                closing.num_guessed_tokens,
                 guessed.num_draft_tokens - guessed.num_accepted_draft_tokens,
             ),
         )

@@ -13,10 +13,14 @@ from aiohttp import web
 
 from service.app import ENGINE_LIFE, SUPERVISOR, create_app
 from service.context import FRONT
+from service.engine_client import EngineUnavailableError
 from service.front import Front
 from service.logs import configure_logs
 from service.settings import Settings
 from service.supervisor import EngineStartError
+
+FAREWELL_SECONDS = 2.0
+"""How long clients that are cut off have to read the error, and then an idle engine to exit."""
 
 _log = structlog.get_logger("forerun.server")
 
@@ -66,9 +70,11 @@ async def _until_stopped(app: web.Application, url: str, stop: asyncio.Event, an
     seconds = front.settings.server.shutdown_seconds
     _log.info("shutting down", seconds=seconds)
     if not await front.admission.drain(seconds):
-        _log.warning("requests were cut off", still_running=front.client.num_live)
-    front.client.close()
+        _log.warning("requests are cut off", num_live=front.client.num_live)
+        front.client.end_all(EngineUnavailableError("the service is shutting down", "shutting_down"))
+        await front.admission.drain(FAREWELL_SECONDS)
     app[SUPERVISOR].drain()
+    await asyncio.wait({engine}, timeout=FAREWELL_SECONDS)
     return 0
 
 

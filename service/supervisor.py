@@ -74,6 +74,9 @@ class Supervisor:
                     pause = FIRST_PAUSE_SECONDS
                 self._log.error("engine died", reason=str(died), restart_in_seconds=pause)
                 self._on_restart()
+            except asyncio.CancelledError:
+                self._client.detach(EngineUnavailableError("the service is shutting down", "shutting_down"))
+                raise
             finally:
                 self.pid = None
             await asyncio.sleep(pause)

@@ -11,6 +11,7 @@ import msgspec
 import structlog
 from aiohttp import WSCloseCode, WSMsgType, web
 from msgspec import Meta
+from yarl import URL
 
 from service.answer import Answer, Closing
 from service.choice import ChoiceDelta
@@ -106,6 +107,7 @@ Outgoing = Started | Tokens | Finished | Failed
 async def stream(request: web.Request) -> web.WebSocketResponse:
     """Serve one socket until its client closes it or leaves; then everything it asked for ends."""
     front = request.app[FRONT]
+    check_origin(request)
     socket = web.WebSocketResponse(
         heartbeat=PING_SECONDS, max_msg_size=front.settings.limits.max_body_bytes, compress=False
     )
@@ -118,6 +120,16 @@ async def stream(request: web.Request) -> web.WebSocketResponse:
     finally:
         sockets.discard(socket)
     return socket
+
+
+def check_origin(request: web.Request) -> None:
+    """Raises `ApiError` (403) if a browser opens this socket for a page of somebody else's.
+
+    Browsers let any page open a socket to any address, this machine's own included, and read from it.
+    """
+    origin = request.headers.get("Origin")
+    if origin is not None and URL(origin).authority != request.host:
+        raise ApiError(403, f"a page of {origin} may not open this socket", code="foreign_origin")
 
 
 async def close_sockets(app: web.Application) -> None:
@@ -177,13 +189,11 @@ class Conversation:
         """One generation, from `started` to `finished` or `error`."""
         arrived_at = time.perf_counter()
         generation_id = f"ws-{uuid.uuid4().hex}"
-        structlog.contextvars.bind_contextvars(generation=generation_id)
         try:
             async with self._front.generate(generation_id, body, arrived_at) as answer:
                 await self._answer(message_id, answer)
-            _log.info("generation", seconds=round(time.perf_counter() - arrived_at, 6))
         except ApiError as error:
-            _log.info("generation failed", status=error.status, reason=str(error))
+            _log.info("generation failed", generation=generation_id, status=error.status, reason=str(error))
             await self._send(Failed(id=message_id, error=error.body))
         finally:
             del self._running[message_id]

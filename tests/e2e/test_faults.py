@@ -119,6 +119,16 @@ async def test_a_termination_has_a_deadline(own_server: Server) -> None:
         os.kill(pid, 0)
 
 
+def test_a_front_that_is_killed_leaves_no_engine(own_server: Server) -> None:
+    """When the front is killed outright, its engine ends by itself."""
+    pid = own_server.engine_pid()
+    own_server.stop(signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 async def test_a_reader_that_stalls_holds_back_nobody(server: Server) -> None:
     """While a client asks for a long stream and never reads, others are answered."""
     host, port = server.url.removeprefix("http://").split(":")

@@ -213,7 +213,7 @@ async def test_shutting_down_cuts_off_who_takes_too_long(service: Service) -> No
     await service.until(lambda: service.front.client.num_live == 1)
     await asyncio.sleep(0.1)
     assert not await service.front.admission.drain(0.05)
-    service.front.client.close()
+    service.front.client.end_all(EngineUnavailableError("the service is shutting down", "shutting_down"))
     events = await inside
     assert events[-1]["error"]["code"] == "shutting_down"
 

@@ -239,3 +239,12 @@ async def test_a_message_over_the_limit_closes_the_socket(start_service: StartSe
         await talk.generate("a", {"prompt": "x" * 2000})
         message = await talk.socket.receive()
         assert message.data == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
+
+
+async def test_pages_of_others_cannot_open_a_socket(service: Service) -> None:
+    """A browser's handshake from another origin is refused; from the service's own, or without one, it is accepted."""
+    for origin in ("http://evil.example", "null"):
+        with pytest.raises(aiohttp.WSServerHandshakeError, match="403"):
+            await service.client.ws_connect(f"{service.url}/v1/stream", headers={"Origin": origin})
+    async with service.client.ws_connect(f"{service.url}/v1/stream", headers={"Origin": service.url}) as ends:
+        assert not ends.closed
