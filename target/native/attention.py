@@ -60,7 +60,21 @@ def attend(
     count = prefix
     for q in range(num_queries):
         count = _compact(scores + q * score_stride, prefix, mask)
-    _mix(mix_kernel, num_queries, head_size, values, table, tile_stride, prefix, mask, count, scores, score_stride, wide, out)
+    _mix(
+        mix_kernel,
+        num_queries,
+        head_size,
+        values,
+        table,
+        tile_stride,
+        prefix,
+        mask,
+        count,
+        scores,
+        score_stride,
+        wide,
+        out,
+    )
 
 
 @native
@@ -87,15 +101,13 @@ def _score(
             tiles = TILES_AT_ONCE if wide and tile + TILES_AT_ONCE <= num_tiles else 1
             place = out + 4 * TILE * tile
             columns = table + 8 * tile
-            call_kernel_at(
-                kernel, (number, tiles, source, keys, columns, tile_stride, head_size, place, score_stride)
-            )
+            call_kernel_at(kernel, (number, tiles, source, keys, columns, tile_stride, head_size, place, score_stride))
             tile += tiles
 
 
 @native
 def _compact(scores: int, prefix: int, mask: int) -> int:
-    """Bring the visible scores side by side, in logical order, and turn them into weights; returns how many they are."""
+    """Bring the visible scores side by side, in logical order; returns how many they are."""
     count, rest, node = prefix, mask, 0
     while rest:
         if rest & 1:

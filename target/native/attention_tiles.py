@@ -48,7 +48,7 @@ def _score_tiles(
     out: Any,
     out_stride: Any,
 ) -> Lowered:
-    """out[q, 16 t + i] = queries[q] . keys of token i of tile t, for 1 or `TILES_AT_ONCE` tiles, up to `MAX_QUERIES` q."""
+    """out[q, 16 t + i] = queries[q] . keys of token i of tile t: 1 or `TILES_AT_ONCE` tiles, up to `MAX_QUERIES` q."""
 
     def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
         done = b.append_basic_block("done")
@@ -75,12 +75,8 @@ class _ScoreKernel:
         self, b: Any, queries: Any, keys: Any, table: Any, tile_stride: Any, head_size: Any, out: Any, out_stride: Any
     ) -> None:
         sums = Accumulators(b, self.num_queries * self.num_tiles, LANES)
-        tiles = [
-            b.add(keys, b.mul(load_at(b, table, 8 * t, I64, 8), tile_stride)) for t in range(self.num_tiles)
-        ]
-        rows = [
-            b.add(queries, b.mul(head_size, _int(4 * q))) for q in range(self.num_queries)
-        ]
+        tiles = [b.add(keys, b.mul(load_at(b, table, 8 * t, I64, 8), tile_stride)) for t in range(self.num_tiles)]
+        rows = [b.add(queries, b.mul(head_size, _int(4 * q))) for q in range(self.num_queries)]
         with loop(b, head_size) as d:
             column, place = b.mul(d, _int(2 * TILE)), b.mul(d, _int(4))
             values = [splat(b, load_at(b, b.add(row, place), 0, F32, 4)) for row in rows]
@@ -173,7 +169,15 @@ def score_kernel() -> Any:
     """`_score_tiles` as a C function of its nine arguments."""
 
     def score(
-        num_queries: int, num_tiles: int, queries: int, keys: int, table: int, stride: int, size: int, out: int, out_stride: int
+        num_queries: int,
+        num_tiles: int,
+        queries: int,
+        keys: int,
+        table: int,
+        stride: int,
+        size: int,
+        out: int,
+        out_stride: int,
     ) -> None:
         _score_tiles(num_queries, num_tiles, queries, keys, table, stride, size, out, out_stride)
 

@@ -1,4 +1,4 @@
-"""Compiling Python to machine code without the GIL, with the result kept on disk.
+"""Compiling Python to machine code that runs without the GIL, and keeping the result on disk.
 
 The innermost loops are C functions called by address. Called by name, Numba would link them into each of their callers,
 and optimise them once more for every level of calls.
@@ -6,9 +6,13 @@ and optimise them once more for every level of calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
+import llvmlite
 import numba
 from numba import types
 from numba.extending import intrinsic as numba_intrinsic
@@ -18,24 +22,42 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 def native(function: Function) -> Function:
     """Compile `function` on first use; it runs without the GIL and rounds exactly as written (no reassociation)."""
-    compiled: Function = numba.njit(nogil=True, fastmath=False, error_model="numpy", cache=False)(function)
-    return compiled
-
-
-def entry_point(function: Function) -> Function:
-    """As `native`, for a function Python calls: its machine code, callees included, is kept in Numba's cache folder."""
-    compiled: Function = numba.njit(nogil=True, fastmath=False, error_model="numpy", cache=True)(function)
+    compiled: Function = numba.njit(nogil=True, fastmath=False, error_model="numpy")(function)
     return compiled
 
 
 def intrinsic(function: Function) -> Function:
     """A function whose body is LLVM instructions. Constants among its arguments are seen as literals; the signature it
-    returns must repeat their types, or Numba takes calls with different constants for the same function."""
+    returns must repeat their types, or Numba takes calls with different constants for the same function.
+    """
     lowered: Function = numba_intrinsic(prefer_literal=True)(function)
     return lowered
 
 
 def c_function(function: Callable[..., None], num_arguments: int) -> Any:
-    """`function` of so many int64 as a C function: called by address, its machine code is compiled once, not per caller."""
+    """`function` of so many int64 as a C function: called by address, it is compiled once and not once per caller."""
     return numba.cfunc(types.void(*[types.int64] * num_arguments), cache=True)(function)
 
+
+@contextmanager
+def kept_in(cache_dir: Path, entry_point: Callable[..., object]) -> Iterator[bool]:
+    """What is compiled inside is kept in `cache_dir` for the next process: C functions, and `entry_point`.
+
+    Gives whether something is there already. Code of other versions of these sources lies in folders of its own.
+    """
+    folder = cache_dir / "native" / _fingerprint()
+    folder.mkdir(parents=True, exist_ok=True)
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
+    try:
+        entry_point.enable_caching()  # type: ignore[attr-defined]  # a Numba dispatcher
+        yield next(folder.glob("*/*.nbi"), None) is not None
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+def _fingerprint() -> str:
+    """Of every source the machine code comes from: Numba itself looks at the entry point's file alone."""
+    digest = hashlib.blake2b(f"{numba.__version__} {llvmlite.__version__}".encode(), digest_size=8)
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -50,6 +50,12 @@ def store_at(b: Any, value: Any, address: Any, num_bytes: int, align: int) -> No
     instruction.align = align
 
 
+def prefetch_at(b: Any, address: Any, num_bytes: int) -> None:
+    """Bring the cache line at `address + num_bytes` into the second-level cache."""
+    place = b.inttoptr(offset(b, address, num_bytes), ir.PointerType(I8))
+    call(b, "llvm.prefetch.p0", ir.VoidType(), [place, *(ir.Constant(I32, flag) for flag in (0, 2, 1))])
+
+
 def call(b: Any, name: str, result: Any, args: Sequence[Any]) -> Any:
     """Call an LLVM intrinsic or a C function by name."""
     kind = ir.FunctionType(result, [arg.type for arg in args])
@@ -87,7 +93,7 @@ def loop(b: Any, count: Any) -> Iterator[Any]:
 
 
 def call_kernel(b: Any, name: str, args: Sequence[Any], body: Any) -> None:
-    """Call the function `name` of this module, which is made on first use by `body(builder, *args)`; it returns nothing."""
+    """Call the function `name` of this module, made on first use by `body(builder, *args)`; it returns nothing."""
     kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
     function = b.module.globals.get(name)
     if function is None:

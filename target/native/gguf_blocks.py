@@ -75,11 +75,13 @@ class GGUFBlocks:
         return None if tensor is None else tensor.kind
 
     def blocks(self, name: str, kind: int, shape: tuple[int, ...]) -> Bytes:
-        """The tensor `name` as bytes [..., blocks, bytes of a block]. Raises `CheckpointError` if it is anything else."""
+        """The tensor `name` as bytes [..., blocks, bytes of a block]. Raises `CheckpointError` if it is another."""
         tensor = self._tensors.get(name)
         if tensor is None or tensor.shape != shape or tensor.kind != kind:
             found = "absent" if tensor is None else f"{list(tensor.shape)} of type {tensor.kind}"
-            raise CheckpointError(f"{self.path}: {name} is {found}; it must be {list(shape)} of type {TYPE_NAMES[kind]}")
+            raise CheckpointError(
+                f"{self.path}: {name} is {found}; it must be {list(shape)} of type {TYPE_NAMES[kind]}"
+            )
         size, length = _BLOCK_SIZE[kind], _BLOCK_BYTES[kind]
         if shape[-1] % size:
             raise CheckpointError(f"{self.path}: {name} has rows of {shape[-1]} weights, not a multiple of {size}")

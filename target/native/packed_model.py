@@ -37,7 +37,7 @@ class PackedLayer:
 
 @dataclass(frozen=True, slots=True)
 class PackedModel:
-    """A whole decoder. `layers` is read once: each layer is packed when it is asked for, so that few exist at a time."""
+    """A whole decoder. `layers` is read once: each is packed when it is asked for, so that few exist at a time."""
 
     body_kind: int
     head_kind: int

@@ -6,6 +6,8 @@ Q8_0 (scale f16, 32 int8).
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -60,7 +62,9 @@ def quantise_q4(weight: Floats) -> Bytes:
     scale, minimum = ((high - low) / 15).astype(np.float16), low.astype(np.float16)
     steps = _divided(groups - minimum.astype(np.float32), scale.astype(np.float32))
     nibbles = np.clip(np.rint(steps), 0, 15).astype(np.uint8)
-    return np.concatenate([scale.view(np.uint8), minimum.view(np.uint8), nibbles[..., :16] | nibbles[..., 16:] << 4], -1)
+    return np.concatenate(
+        [scale.view(np.uint8), minimum.view(np.uint8), nibbles[..., :16] | nibbles[..., 16:] << 4], -1
+    )
 
 
 def quantise_q8(weight: Floats) -> Bytes:
@@ -86,7 +90,7 @@ def dequantise(blocks: Bytes) -> Floats:
     return (scale * nibbles + minimum).reshape(len(blocks), -1)
 
 
-def interleave_gate_up(rows: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+def interleave_gate_up(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """[2F, …] the gate's rows, then the up projection's, reordered to 32 of one, 32 of the other, and so on."""
     halves = rows.reshape(2, -1, GROUP, *rows.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(0, 1)).reshape(rows.shape)
@@ -104,5 +108,3 @@ def _halves(panels: npt.NDArray[np.generic], first: int) -> npt.NDArray[np.gener
     """[panels, G, 32] the float16 at byte `first` of each block, of the 16 channels of each panel."""
     halves = panels[..., first : first + 2].transpose(0, 2, 1, 3)
     return np.ascontiguousarray(halves).reshape(*halves.shape[:2], 2 * _PANEL)
-
-

@@ -199,9 +199,7 @@ def project_down(model: Record, layer: Record, batch: Record, thread: int) -> No
 
 
 @native
-def _add_product(
-    model: Record, batch: Record, thread: int, panels: int, groups: int, x: int, x_stride: int
-) -> None:
+def _add_product(model: Record, batch: Record, thread: int, panels: int, groups: int, x: int, x_stride: int) -> None:
     """hidden += x @ panels; a task is one panel and a chunk of rows."""
     num_panels = model.hidden_size // 16
     weight_stride = groups * panel_bytes(model.body_kind)
@@ -238,7 +236,9 @@ def project_gate_up(model: Record, layer: Record, batch: Record, thread: int) ->
         end = min(start + CHUNK, batch.num_rows)
         for first in range(start, end, model.tile_rows):
             rows = min(model.tile_rows, end - first)
-            _multiply(model, layer.gate_up + part * weight_stride, 4, groups, x + stride * first, stride, rows, tile, 256)
+            _multiply(
+                model, layer.gate_up + part * weight_stride, 4, groups, x + stride * first, stride, rows, tile, 256
+            )
             for r in range(rows):
                 gate(tile + 256 * r, tile + 256 * r + 128, GATED, tile + 256 * r)
                 out = batch.activated + batch.activated_stride * (first + r) + out_bytes * part

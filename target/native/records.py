@@ -94,7 +94,7 @@ class BatchRecord(NamedTuple):
     queries: int
     queries_stride: int
     attended: int
-    """Encoded for the output product; so are `activated` for the down product, `normed` and `headed` for those after."""
+    """Encoded for the output product, as `activated`, `normed` and `headed` are for the products they enter."""
     attended_stride: int
     activated: int
     activated_stride: int

@@ -100,9 +100,7 @@ class NativeRunner:
         keys, values = self.kv_pool.keys, self.kv_pool.values
         return [
             LayerRecord(
-                *(0 if part is None else address_of(part) for part in layer),
-                keys=address_of(keys[i]),
-                values=address_of(values[i]),
+                *(0 if part is None else address_of(part) for part in layer), address_of(keys[i]), address_of(values[i])
             )
             for i, layer in enumerate(self._weights.layers)
         ]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from target.native.compiling import entry_point, native
+from target.native.compiling import native
 from target.native.phases import (
     attend_rows,
     embed_rows,
@@ -32,7 +32,7 @@ WAKE_ONLY = -1
 """Instead of a thread: start the workers without taking part, so that they see they are to stop."""
 
 
-@entry_point
+@native
 def run(models: Record, layers: Record, batches: Record, thread: int) -> None:
     """Thread 0: one step, with the workers' help. Any other thread: every step, until the workers are told to stop.
 

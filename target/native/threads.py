@@ -6,7 +6,6 @@ does not take a processor from whoever needs it. All words are int32 in cache li
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -152,5 +151,3 @@ def take_task(control: int, thread: int, num_threads: int, num_tasks: int) -> in
         if task < last:
             return task
     return -1
-
-

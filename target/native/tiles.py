@@ -39,7 +39,7 @@ from target.native.emit import (
     fma,
     load_at,
     loop,
-    offset,
+    prefetch_at,
     splat,
     store_at,
     vector_of,
@@ -55,6 +55,9 @@ PANEL_BYTES = {Q4: 64 + 256, Q8: 32 + 512, FLOAT: 2048}
 ROW_BYTES = {Q4: 40, Q8: 68, FLOAT: 128}
 """Of one group of a row's activations."""
 MAX_TILE_ROWS = 8
+PREFETCH_BYTES = 8192
+"""How far ahead of the products weights are asked of memory. Without it, arithmetic and memory take turns: 8 rows take
+30 % longer."""
 
 
 def tile_rows(isa: int) -> int:
@@ -64,7 +67,16 @@ def tile_rows(isa: int) -> int:
 
 @intrinsic
 def _multiply_tile(
-    typingctx: Any, kind: Any, isa: Any, rows: Any, panel: Any, groups: Any, x: Any, x_stride: Any, out: Any, stride: Any
+    typingctx: Any,
+    kind: Any,
+    isa: Any,
+    rows: Any,
+    panel: Any,
+    groups: Any,
+    x: Any,
+    x_stride: Any,
+    out: Any,
+    stride: Any,
 ) -> Lowered:
     """See `product_kernel`; `kind` and `isa` are constants."""
     kind_number, isa_number = kind.literal_value, isa.literal_value
@@ -89,8 +101,8 @@ def _multiply_tile(
 def product_kernel(kind: int, isa: int) -> Any:
     """The compiled product of a panel of weights of `kind` and a few rows, with the instructions of `isa`.
 
-    A C function (its `address` is what the step calls) of rows, panel, groups, x, x_stride, out, out_stride: out[r, :16]
-    = x[r] @ panel for `rows` rows, at most `tile_rows(isa)`. Addresses and strides are in bytes.
+    A C function (its `address` is what the step calls) of rows, panel, groups, x, x_stride, out, out_stride:
+    out[r, :16] = x[r] @ panel for `rows` rows, at most `tile_rows(isa)`. Addresses and strides are in bytes.
     """
 
     def product(rows: int, panel: int, groups: int, x: int, x_stride: int, out: int, out_stride: int) -> None:
@@ -114,6 +126,8 @@ class _Tile:
         rows = [b.add(x, b.mul(x_stride, _int(r))) for r in range(self.rows)]
         with loop(b, groups) as g:
             weights = b.add(panel, b.mul(g, _int(PANEL_BYTES[self.kind])))
+            for line in range(0, PANEL_BYTES[self.kind], 64):
+                prefetch_at(b, weights, PREFETCH_BYTES + line)
             activations = [b.add(row, b.mul(g, _int(ROW_BYTES[self.kind]))) for row in rows]
             for part in range(parts):
                 self._emit_group(b, self, weights, activations, part * self.lanes, sums[part])

@@ -232,4 +232,3 @@ def store_float(typingctx: Any, address: Any, value: Any) -> Lowered:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32), emit
-
