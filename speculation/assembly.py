@@ -8,11 +8,9 @@ from pathlib import Path
 import structlog
 
 from draft.draft_model import DraftModelProposer
-from draft.ngram import NgramProposer
-from draft.prediction import PredictionProposer
 from draft.proposer import Proposer
+from draft.registry import lookup_proposers
 from draft.roster import Roster
-from draft.suffix import SuffixProposer
 from draft.tokenizer_match import require_same_tokenizer
 from speculation.calibration import time_steps
 from speculation.controller import DraftLengthController
@@ -39,11 +37,7 @@ def assemble(settings: EngineSettings) -> tuple[Engine, Ready]:
     config = read_config(folder)
     num_blocks = settings.num_blocks or max(_kv_memory(settings) // _block_bytes(config, settings), 2)
     runner = _load(folder, settings, num_blocks)
-    proposers: dict[str, Proposer] = {
-        "ngram": NgramProposer(),
-        "suffix": SuffixProposer(settings.corpus_tokens),
-        "prediction": PredictionProposer(),
-    }
+    proposers: dict[str, Proposer] = lookup_proposers(settings.corpus_tokens)
     if settings.draft_model is not None:
         draft_folder = model_folder(settings.draft_model, cache_dir)
         require_same_tokenizer(folder, draft_folder)

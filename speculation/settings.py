@@ -68,7 +68,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(description='speculation of requests that name none: a method, or JSON like {"method": "ngram"}'),
     ] = NgramConfig()
     corpus_tokens: Annotated[
-        int, Meta(ge=0, description="tokens of finished responses that suffix matching remembers, all tenants together")
+        int,
+        Meta(ge=2, description="tokens of finished responses that suffix matching remembers, in all; a power of two"),
     ] = 1 << 18
     check_invariants: Annotated[
         bool, Meta(description="assert the engine's invariants after every step, not only when idle; for tests")

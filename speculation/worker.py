@@ -12,6 +12,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import argparse
+import gc
 import logging
 import queue
 import socket
@@ -144,6 +145,9 @@ def main(argv: list[str] | None = None) -> int:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(arguments.socket)
             engine, ready = assemble(settings)
+            # What is loaded stays: a full collection would walk over all of it in the middle of a step.
+            gc.collect()
+            gc.freeze()
             log.info("engine_ready", path=ready.description, blocks=ready.num_blocks, methods=ready.methods)
             connection.sendall(encode_frame(ready))
             Worker(connection, engine, check_invariants=settings.check_invariants).run()

@@ -29,7 +29,7 @@ MAY_IMPORT = {
 EXCEPTIONS: dict[str, set[str]] = {}
 """Modules that may import more, each with the reason beside it."""
 
-MAY_IMPORT_TORCH = {"target", "draft", "speculation.verify", "speculation.engine", "speculation.worker"}
+MAY_IMPORT_TORCH = {"target", "draft", "speculation.engine", "speculation.drafting"}
 
 HEAVY = ("torch", "numba", "transformers")
 """What the process that answers clients must never load: seconds of start-up and hundreds of megabytes."""
