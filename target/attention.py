@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +16,9 @@ from target.row_stability import Tiles, scaled_product
 
 KEY_BLOCK = 128
 """Tokens in a key block: fewer would make more products a row, more would waste work on short contexts."""
+
+CACHED_NUMBERS = 1 << 20
+"""Most numbers that products computed together gather and produce on their way."""
 
 
 class AttentionBackend(Protocol):
@@ -118,6 +121,13 @@ class _Layout:
         starts = np.arange(2 * self.heads.num_kv_heads) * self.num_slots
         return starts.reshape(-1, *(1,) * slots.ndim) + slots
 
+    def slices(self, group: TileGroup) -> Iterator[TileGroup]:
+        """The group in parts whose gathered keys and values and whose scores stay in the processor's cache."""
+        size, rows = self.heads.head_size, self.product_rows(group.rows.shape[1])
+        count = max(1, CACHED_NUMBERS // (self.heads.num_kv_heads * KEY_BLOCK * (2 * size + rows)))
+        for start in range(0, len(group.rows), count):
+            yield group.part(start, start + count)
+
     def _padded(self, index: IntArray, fill: int) -> IntArray:
         missing = -index.shape[-1] % self.row_multiple
         widths = [(0, 0)] * (index.ndim - 1) + [(0, missing)]
@@ -150,14 +160,56 @@ class _Products:
         hidden = (key < first[..., None]) | (key >= seen[..., None])
         self.mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
 
-    def score(self, pool: torch.Tensor, queries: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scaled and masked scores [K * items, M, C], and the values [K * items, C, D]."""
+    def compute(self, pool: torch.Tensor, queries: torch.Tensor, scale: float, pieces: _Pieces) -> None:
+        """Compute these products' pieces.
+
+        Rows that see nothing of a block, and padding, come out as NaN; no row of the result reads those pieces.
+        """
         size = pool.shape[-1]
         taken = pool.index_select(0, self.entries).to(queries.dtype).view(2, self.batch, KEY_BLOCK, size)
         query = queries.index_select(0, self.queries).view(self.batch, self.rows, size)
         scores = scaled_product(query, taken[0], scale)
         scores.view(self.kv_heads, -1, self.rows, KEY_BLOCK)[:, self.num_full :].add_(self.mask)
-        return scores, taken[1]
+        maxima = self._part(pieces.maxima)
+        torch.amax(scores, -1, out=maxima)
+        scores.sub_(maxima[..., None]).exp_()
+        torch.sum(scores, -1, out=self._part(pieces.sums))
+        torch.bmm(scores, taken[1], out=self._part(pieces.values))
+
+    def _part(self, pieces: torch.Tensor) -> torch.Tensor:
+        """These products' part of all pieces, [K * items, M, …], as a view."""
+        part = pieces[self.first_piece : self.end_piece]
+        return part.view(self.batch, self.rows, *pieces.shape[1:])
+
+
+class _Pieces:
+    """Scratch for the pieces of all products, and how they add up to rows.
+
+    For each piece the largest score, the sum of exp(score - largest), and the values weighted by these. Behind the
+    last there are a piece that adds nothing and the one piece of padding rows.
+    """
+
+    def __init__(
+        self, index: IntArray, num_pieces: int, head_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.maxima = torch.full((num_pieces + 2,), -torch.inf, dtype=dtype, device=device)
+        self.sums = torch.zeros(num_pieces + 2, dtype=dtype, device=device)
+        self.values = torch.zeros(num_pieces + 2, head_size, dtype=dtype, device=device)
+        self.maxima[-1] = 0.0
+        self.sums[-1] = 1.0
+        (self._index,) = _to_device([index.ravel()], device)
+        self._per_row = index.shape[-1]
+
+    def rows(self) -> torch.Tensor:
+        """[num_rows * H, D] the softmax-weighted mean of the values, from a row's pieces brought to one maximum."""
+        maxima = self._by_row(self.maxima)
+        weights = maxima.sub_(maxima.amax(-1, keepdim=True)).exp_()
+        sums = _pairwise_sum(self._by_row(self.sums).mul_(weights))
+        return _pairwise_sum(self._by_row(self.values).mul_(weights[..., None])).div_(sums[:, None])
+
+    def _by_row(self, pieces: torch.Tensor) -> torch.Tensor:
+        """[num_rows * H, pieces a row, …]"""
+        return pieces.index_select(0, self._index).view(-1, self._per_row, *pieces.shape[1:])
 
 
 class _Forward:
@@ -168,77 +220,48 @@ class _Forward:
     ) -> None:
         self._heads = layout.heads
         self._num_new = len(slot_mapping)
-        self._num_rows = num_rows
         self._dtype = compute_dtype(like.dtype)
         self._scale = layout.heads.head_size**-0.5
+        groups = [part for group in plan.groups for part in layout.slices(group)]
         self._products: list[_Products] = []
         num_pieces = 0
-        for group in plan.groups:
+        for group in groups:
             self._products.append(_Products(layout, group, num_pieces, self._dtype, like.device))
             num_pieces = self._products[-1].end_piece
-        pieces, owners = _piece_index(layout, plan, self._products, num_rows)
-        self._written, self._pieces, self._owners = _to_device(
-            [layout.slot_index(slot_mapping).T.ravel(), pieces.ravel(), owners], like.device
-        )
-        self._num_pieces = plan.max_pieces
-        # Behind the pieces: one that adds nothing, and the one piece of padding rows.
-        self._maxima = torch.full((num_pieces + 2,), -torch.inf, dtype=self._dtype, device=like.device)
-        self._sums = torch.zeros(num_pieces + 2, dtype=self._dtype, device=like.device)
-        self._values = torch.zeros(num_pieces + 2, layout.heads.head_size, dtype=self._dtype, device=like.device)
-        self._maxima[-1] = 0.0
-        self._sums[-1] = 1.0
+        index = _piece_index(layout, groups, self._products, num_rows, plan.max_pieces)
+        self._pieces = _Pieces(index, num_pieces, layout.heads.head_size, self._dtype, like.device)
+        (self._written,) = _to_device([layout.slot_index(slot_mapping).T.ravel()], like.device)
 
     def attend(self, pool: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
         """`pool`: [2K * slots, D] one layer's entries; `qkv`: [num_rows, H + 2K, D]. Returns [num_rows, H * D]."""
         size = self._heads.head_size
         pool.index_copy_(0, self._written, qkv[: self._num_new, self._heads.num_heads :].reshape(-1, size))
         queries = qkv.view(-1, size).to(self._dtype)
-        scored = [products.score(pool, queries, self._scale) for products in self._products]
-        for products, (scores, _) in zip(self._products, scored, strict=True):
-            torch.amax(scores, -1, out=self._part(self._maxima, products))
-        row_maxima = self._by_row(self._maxima).amax(-1)
-        subtract = row_maxima.index_select(0, self._owners)
-        for products, (scores, values) in zip(self._products, scored, strict=True):
-            scores.sub_(self._part(subtract, products)[..., None]).exp_()
-            torch.sum(scores, -1, out=self._part(self._sums, products))
-            torch.bmm(scores, values, out=self._part(self._values, products))
-        total = _pairwise_sum(self._by_row(self._sums))
-        return (_pairwise_sum(self._by_row(self._values)) / total[:, None]).view(self._num_rows, -1).to(qkv.dtype)
-
-    def _part(self, pieces: torch.Tensor, products: _Products) -> torch.Tensor:
-        """The pieces of some products, [K * items, M, …], as a view."""
-        part = pieces[products.first_piece : products.end_piece]
-        return part.view(products.batch, products.rows, *pieces.shape[1:])
-
-    def _by_row(self, pieces: torch.Tensor) -> torch.Tensor:
-        """[num_rows * H, pieces a row, …] of all pieces."""
-        return pieces.index_select(0, self._pieces).view(-1, self._num_pieces, *pieces.shape[1:])
+        for products in self._products:
+            products.compute(pool, queries, self._scale, self._pieces)
+        return self._pieces.rows().view(len(qkv), -1).to(qkv.dtype)
 
 
 def _piece_index(
-    layout: _Layout, plan: AttentionPlan, products: Sequence[_Products], num_rows: int
-) -> tuple[IntArray, IntArray]:
-    """The pieces of each head of each row, [num_rows, K, H / K, pieces a row], and the head [pieces] each belongs to.
+    layout: _Layout, groups: Sequence[TileGroup], products: Sequence[_Products], num_rows: int, max_pieces: int
+) -> IntArray:
+    """[num_rows, K, H / K, max_pieces] the pieces of each head of each row.
 
     A row with fewer pieces than others is filled up with the piece that adds nothing, a padding row with its own.
     """
-    heads = layout.heads
-    kv_heads, queries = heads.num_kv_heads, heads.queries_per_kv
+    kv_heads, queries = layout.heads.num_kv_heads, layout.heads.queries_per_kv
     num_pieces = products[-1].end_piece
-    index = np.full((num_rows, kv_heads, queries, plan.max_pieces), num_pieces, dtype=np.int64)
+    index = np.full((num_rows, kv_heads, queries, max_pieces), num_pieces, dtype=np.int64)
     used = np.zeros(num_rows, dtype=np.bool_)
-    for group, product in zip(plan.groups, products, strict=True):
+    for group, product in zip(groups, products, strict=True):
         item, place = np.nonzero(group.pieces >= 0)
         row = group.rows[item, place]
         used[row] = True
         within = item * product.rows + place * queries
         per_head = np.arange(kv_heads)[:, None] * (product.batch // kv_heads * product.rows) + np.arange(queries)
         index[row, :, :, group.pieces[item, place]] = product.first_piece + within[:, None, None] + per_head
-    index[~used] = num_pieces
     index[~used, ..., 0] = num_pieces + 1
-    owners = np.zeros(num_pieces + 2, dtype=np.int64)
-    owners[index.reshape(num_rows * heads.num_heads, -1)] = np.arange(num_rows * heads.num_heads)[:, None]
-    return index, owners
+    return index
 
 
 def _pairwise_sum(pieces: torch.Tensor) -> torch.Tensor:

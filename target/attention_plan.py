@@ -32,6 +32,13 @@ class TileGroup:
     pieces: IntArray
     """[items, R] which of the row's pieces, counted from the first key block it sees; -1 where it is none"""
 
+    def part(self, start: int, end: int) -> TileGroup:
+        """Items [start, end)."""
+        rows, first, seen, slots = (x[start:end] for x in (self.rows, self.first_seen, self.num_seen, self.slots))
+        return TileGroup(
+            rows, first, seen, slots, min(max(self.num_full - start, 0), len(rows)), self.pieces[start:end]
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:

@@ -28,6 +28,11 @@ def read_config(model_dir: Path) -> ModelConfig:
     return _ConfigReader(path, read_json(path)).config(_generation_eos(model_dir))
 
 
+def parse_config(path: Path, fields: dict[str, Any]) -> ModelConfig:
+    """As `read_config`, of an architecture's `fields` that were found in `path`, named in errors."""
+    return _ConfigReader(path, fields).config(())
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises `CheckpointError` where there is none."""
     try:
