@@ -20,8 +20,10 @@ class Closing(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int
-    num_guessed_tokens: int
-    """Completion tokens that a proposer had guessed."""
+    num_predicted_tokens: int
+    """Completion tokens that the client's predicted output had right."""
+    num_mispredicted_tokens: int
+    """Tokens of it that were guessed and were wrong."""
     seed: int
     metrics: Metrics
 
@@ -78,7 +80,8 @@ class Answer:
             num_prompt_tokens=sum(len(prompt.token_ids) for prompt in self.generation.prompts),
             num_completion_tokens=sum(choice.num_tokens for choice in self._choices),
             num_cached_tokens=sum(first.num_cached_tokens for first in firsts),
-            num_guessed_tokens=sum(choice.num_guessed for choice in self._choices),
+            num_predicted_tokens=sum(choice.num_predicted for choice in self._choices),
+            num_mispredicted_tokens=sum(m.num_prediction_tokens - m.num_accepted_prediction_tokens for m in metrics),
             seed=self.generation.sampling.seed,
             metrics=Metrics(
                 speculative_decoding=speculative_decoding(metrics, self.generation.speculation),

@@ -57,8 +57,8 @@ class Choice:
         self.index = index
         self.metrics: RequestMetrics | None = None
         """What it cost, when it has ended."""
-        self.num_guessed = 0
-        """Tokens shown that a proposer had guessed."""
+        self.num_predicted = 0
+        """Tokens shown that the client's predicted output had right."""
         self._generation = generation
         self._tokenizer = tokenizer
         self._text = TextStream(
@@ -114,7 +114,7 @@ class Choice:
         token_ids, self._token_ids = self._token_ids[:n], self._token_ids[n:]
         sources, self._sources = self._sources[:n], self._sources[n:]
         logprobs, self._logprobs = self._logprobs[:n], self._logprobs[n:]
-        self.num_guessed += len(sources) - sources.count("target")
+        self.num_predicted += sources.count("prediction")
         return ChoiceDelta(
             index=self.index,
             text=delta.text,

@@ -18,7 +18,7 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """Part of `usage`: completion tokens that were guessed, and guesses that did not come true."""
+    """Part of `usage`: what the client's predicted output had right, and what it had wrong."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -35,15 +35,13 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, closing: Closing) -> Usage:
-        guessed = closing.metrics.speculative_decoding
         return cls(
             prompt_tokens=closing.num_prompt_tokens,
             completion_tokens=closing.num_completion_tokens,
             total_tokens=closing.num_prompt_tokens + closing.num_completion_tokens,
             prompt_tokens_details=PromptTokensDetails(closing.num_cached_tokens),
             completion_tokens_details=CompletionTokensDetails(
-                closing.num_guessed_tokens,
-                guessed.num_draft_tokens - guessed.num_accepted_draft_tokens,
+                closing.num_predicted_tokens, closing.num_mispredicted_tokens
             ),
         )
 

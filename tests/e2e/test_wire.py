@@ -37,7 +37,7 @@ async def events(client: aiohttp.ClientSession, server: Server, body: dict[str, 
 @pytest.mark.parametrize("speculation", ["none", "ngram"])
 @pytest.mark.parametrize("prompt", PROMPTS)
 async def test_characters_of_several_tokens_arrive_whole(server: Server, prompt: str, speculation: str) -> None:
-    """Where a character is several tokens, the deltas add up to the whole, which is what the tokenizers library says."""
+    """Where a character is several tokens, the deltas add up to the whole, as the tokenizers library has it."""
     body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "speculation": speculation, "return_token_ids": True}
     async with aiohttp.ClientSession() as client:
         whole = (await post(client, server, body))["choices"][0]

@@ -57,6 +57,7 @@ class Running:
         sampling = self.submit.sampling
         pool = [token for token in self.submit.prompt_token_ids if token > EOS] or [3]
         guessed = 0 if isinstance(self.submit.speculation, NoSpeculation) else 2
+        source = "prediction" if self.submit.prediction_token_ids else "ngram"
         first = self.num_tokens == 0
         self.num_steps += 1
         token_ids: list[int] = []
@@ -74,7 +75,7 @@ class Running:
         return SequenceOutput(
             request_id=self.submit.request_id,
             token_ids=token_ids,
-            sources=(["ngram"] * guessed + ["target"])[: len(token_ids)],
+            sources=([source] * guessed + ["target"])[: len(token_ids)],
             logprobs=rows(token_ids, sampling.logprobs),
             prompt_logprobs=rows(self.submit.prompt_token_ids[1:], self.submit.prompt_logprobs) if first else None,
             finish_reason=reason,
@@ -85,8 +86,6 @@ class Running:
     def metrics(self) -> RequestMetrics:
         guesses = not isinstance(self.submit.speculation, NoSpeculation)
         return RequestMetrics(
-            num_prediction_tokens=0,
-            num_accepted_prediction_tokens=0,
             queue_seconds=0.001,
             prefill_seconds=0.002,
             num_prefill_chunks=1,
@@ -95,6 +94,8 @@ class Running:
             num_drafts=self.num_steps if guesses else 0,
             num_draft_tokens=2 * self.num_steps if guesses else 0,
             num_accepted_tokens=2 * self.num_steps if guesses else 0,
+            num_prediction_tokens=3 * self.num_steps if self.submit.prediction_token_ids else 0,
+            num_accepted_prediction_tokens=2 * self.num_steps if self.submit.prediction_token_ids else 0,
             accepted_histogram=[0, 0, self.num_steps] if guesses else [],
             skipped_drafts={} if guesses else {"disabled": self.num_steps},
             num_preemptions=0,
