@@ -120,6 +120,41 @@ def score(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> list[R
     ]
 
 
+@torch.inference_mode()
+def preferences(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], token_ids: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[R, C] what `sample` would take the largest of, float64: of a proposer's `logits` [R, C], to rank its guesses.
+
+    `token_ids` [C], ascending: the target's tokens that the columns stand for; without it column and token are one.
+    """
+    if token_ids is not None and any(len(ids) for ids, *_ in map(_edits, rows)):
+        # Bias, bans and penalties name tokens of the whole vocabulary, and there are few such requests.
+        named = [int(ids.max()) for ids, *_ in map(_edits, rows) if len(ids)]
+        whole = logits.new_full((len(rows), max(int(token_ids[-1]), *named) + 1), -torch.inf)
+        logits = _adjust(whole.index_copy_(1, token_ids, logits), rows).index_select(1, token_ids)
+    else:
+        logits = _adjust(logits, rows)
+    preferred = logits.double()
+    sampled = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+    if sampled:
+        index = torch.tensor(sampled, device=logits.device)
+        preferred[index] = _noisy(logits[index], [rows[i] for i in sampled], token_ids)
+    return preferred
+
+
+def _noisy(logits: torch.Tensor, rows: Sequence[SamplingRow], token_ids: torch.Tensor | None) -> torch.Tensor:
+    """[R, C] tempered logprobs plus noise, -inf for what the filters remove."""
+    params = [row.params for row in rows]
+    logprobs, keys = _tempered(logits, rows)
+    if not _is_unfiltered(params):
+        candidates, columns = _candidates(logprobs, params)
+        logprobs = torch.full_like(logprobs, -torch.inf).scatter_(1, columns, candidates)
+    if token_ids is None:
+        token_ids = torch.arange(logits.shape[1], device=logits.device)
+    return logprobs.double() + gumbel(keys, token_ids)
+
+
 def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Bias, bans and penalties: sparse edits of a few entries a row. Copies the logits only if there are any."""
     edits = [_edits(row) for row in rows]
@@ -168,19 +203,26 @@ def _edits(row: SamplingRow) -> _Edits:
 
 def _sample_tempered(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """[R] choices with noise. Every reduction runs within a row in an order that other rows cannot change."""
-    device = logits.device
     params = [row.params for row in rows]
-    keys = torch.from_numpy(
-        noise_keys(np.array([p.seed for p in params], np.uint64), np.array([row.position for row in rows], np.int64))
-    ).to(device)[:, None]
-    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)[:, None]
-    logprobs = (logits.float() / temperature).log_softmax(dim=-1)
-    if all(p.top_k == 0 and p.top_p >= 1.0 and p.min_p == 0.0 for p in params):
-        token_ids = torch.arange(logits.shape[1], device=device)
+    logprobs, keys = _tempered(logits, rows)
+    if _is_unfiltered(params):
+        token_ids = torch.arange(logits.shape[1], device=logits.device)
         return (logprobs.double() + gumbel(keys, token_ids)).argmax(dim=-1)
     candidates, token_ids = _candidates(logprobs, params)
     scores = candidates.double() + gumbel(keys, token_ids)
     return token_ids.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0]
+
+
+def _tempered(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs after division by the temperature, [R, V] float32, and the keys of each row's noise, [R, 1]."""
+    params = [row.params for row in rows]
+    keys = noise_keys(np.array([p.seed for p in params], np.uint64), np.array([row.position for row in rows], np.int64))
+    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=logits.device)[:, None]
+    return (logits.float() / temperature).log_softmax(dim=-1), torch.from_numpy(keys).to(logits.device)[:, None]
+
+
+def _is_unfiltered(params: Sequence[SamplingParams]) -> bool:
+    return all(p.top_k == 0 and p.top_p >= 1.0 and p.min_p == 0.0 for p in params)
 
 
 def _candidates(logprobs: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,7 +248,7 @@ def _candidates(logprobs: torch.Tensor, params: Sequence[SamplingParams]) -> tup
     weights = torch.where(kept, ordered, -torch.inf).double().exp()
     mass = weights.cumsum(dim=-1)
     total = torch.where(whole, 1.0, mass[:, -1:])
-    kept &= mass - weights < top_p * total
+    kept &= (mass - weights < top_p * total) | (top_p >= 1.0)  # rounding must not cut a tail nobody asked to cut
     return ordered.masked_fill(~kept, -torch.inf), token_ids
 
 

@@ -1,0 +1,63 @@
+"""Features that a head has been told of and has not worked into its own cache yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from draft.proposer import Features
+
+FUSE_AT = 64
+"""So many rows are fused at once, to a third of their size; fewer wait for those of other sequences."""
+
+
+class Backlog:
+    """Rows of consecutive tokens [start, end) of one sequence: fused ones first, then the newest as they came."""
+
+    def __init__(self) -> None:
+        self.start = 0
+        self.end = 0
+        self._fused: list[torch.Tensor] = []
+        self._raw: list[torch.Tensor] = []
+
+    def add(self, features: Features, fuse: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """Take what is new of `features`; False if there is a gap before them, and all that was here had to go.
+
+        A preemption makes the target compute again what is here already. Behind a prefix hit, features begin late.
+        """
+        first, last = features.start, features.start + len(features.states)
+        is_joined = first <= self.end
+        if not is_joined:
+            self.start = self.end = first
+            self._fused, self._raw = [], []
+        if last > self.end:
+            self._raw.append(features.states[self.end - first :])
+            self.end = last
+        if sum(map(len, self._raw)) >= FUSE_AT:
+            self._fused.append(fuse(torch.cat(self._raw)))
+            self._raw = []
+        return is_joined
+
+    def raw(self) -> torch.Tensor | None:
+        """The rows that are not fused yet; to be answered by `set_fused`."""
+        return torch.cat(self._raw) if self._raw else None
+
+    def set_fused(self, rows: torch.Tensor) -> None:
+        """What became of `raw`."""
+        self._fused.append(rows)
+        self._raw = []
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """[last - first, E] of tokens [first, last), all of which must be here, and fused."""
+        if len(self._fused) > 1:
+            self._fused = [torch.cat(self._fused)]
+        return self._fused[0][first - self.start : last - self.start]
+
+    def drop_before(self, index: int) -> None:
+        """Forget the rows of tokens before `index`."""
+        if index > self.start and self._fused:
+            kept = torch.cat(self._fused)[index - self.start :]
+            # A copy: a view would keep all rows alive.
+            self._fused = [kept.clone()]
+            self.start = index

@@ -1,0 +1,327 @@
+"""EAGLE-3 as proposer: a head that guesses from the target's features (Li et al., arXiv 2503.01840).
+
+Pair i of a sequence is the feature of token i beside token i + 1, so n committed tokens make n - 1 pairs, the last of
+which says what comes behind the newest token. The head's KV cache holds pairs of committed tokens alone; guesses are
+written behind them and overwritten by the pairs that the target's own features make.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+
+from cache_store.block_pool import BlockPool, BlockTable
+from cache_store.hashing import block_hash, root_hash
+from draft.backlog import Backlog
+from draft.candidates import best_candidates
+from draft.config import SingleConfig, bounds_of, single_configs
+from draft.eagle3_head import Eagle3Head
+from draft.growing import TREE_WIDTH, GrowingTree
+from draft.proposer import DraftContext, Features
+from draft.tree import Draft
+from target.layout import BatchEntry, lay_out
+from target.sampling import SamplingRow, TokenCounts
+
+
+@dataclass(slots=True, eq=False)
+class _HeadState:
+    """How far the head's cache has caught up with one sequence."""
+
+    root: bytes
+    num_tokens: int
+    backlog: Backlog = field(default_factory=Backlog)
+    table: BlockTable | None = None
+    base: int = 0
+    """The first pair that is in the cache: the head attends from there."""
+    num_computed: int = 0
+    """Pairs [base, num_computed) are in the cache."""
+
+
+@dataclass(slots=True)
+class _Growth:
+    """One draft while it grows. Expanded nodes are those behind which was guessed; their rows stand in the cache."""
+
+    context: DraftContext
+    state: _HeadState
+    tree: GrowingTree
+    stops: frozenset[int]
+    counts: TokenCounts | None
+    limit: int
+    expanded: list[int] = field(default_factory=list)
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    """[E] the head's output at the root (-1) and at expanded nodes."""
+
+    @property
+    def num_pairs(self) -> int:
+        return len(self.context.token_ids) - 1
+
+
+class Eagle3Proposer:
+    """Drafts trees and chains for all sequences together, one forward of the head a level.
+
+    Every call lets the head's cache catch up with the committed tokens whose features are known. Features that the
+    target did not compute, because a prefix hit spared it, are made up for by the head's own prefix cache if that has
+    them; otherwise the head attends only from where its features begin.
+    """
+
+    name = "eagle3"
+
+    def __init__(self, head: Eagle3Head, *, eos_token_ids: tuple[int, ...], max_catch_up_tokens: int = 512) -> None:
+        """`eos_token_ids` are the target's; at most `max_catch_up_tokens` pairs are computed before the first guess."""
+        self.needs_features = head.config.feature_layers
+        self._head = head
+        self._eos_token_ids = eos_token_ids
+        self._max_catch_up_tokens = max_catch_up_tokens
+        self.pool = BlockPool(head.kv_pool.num_blocks, head.kv_pool.block_size)
+        self._states: dict[int, _HeadState] = {}
+        """Least recently drafted first."""
+
+    def start(
+        self, seq_id: int, prompt_token_ids: Sequence[int], *, cache_salt: str = "", prediction: Sequence[int] = ()
+    ) -> None:
+        """Raises ValueError for a sequence that is here already."""
+        if seq_id in self._states:
+            raise ValueError(f"sequence {seq_id} was started already")
+        # A block of pairs depends on the tokens behind the first; that one goes into the root.
+        root = block_hash(root_hash(self.name, cache_salt), prompt_token_ids[:1])
+        self._states[seq_id] = _HeadState(root, len(prompt_token_ids))
+
+    def commit(self, seq_id: int, token_ids: Sequence[int], features: Features | None) -> None:
+        """Features are kept until somebody asks for a draft."""
+        state = self._state(seq_id)
+        state.num_tokens += len(token_ids)
+        if features is not None and not state.backlog.add(features, self._head.fuse):
+            self._release(state)
+
+    def finish(self, seq_id: int) -> None:
+        """Its blocks are free or cached when this returns."""
+        self._release(self._state(seq_id))
+        del self._states[seq_id]
+
+    def propose(self, contexts: Sequence[DraftContext], limits: Sequence[int]) -> list[Draft]:
+        """Drafts of at most `limits[i]` nodes; empty where features are missing, or context or pool are too small."""
+        drafts: dict[int, Draft] = {}
+        growths: list[_Growth] = []
+        asked = {context.seq_id for context in contexts}
+        for context, limit in zip(contexts, limits, strict=True):
+            growth = self._growth(context, limit)
+            reason = self._obstacle(growth, asked)
+            if reason is None:
+                growths.append(growth)
+            else:
+                drafts[context.seq_id] = Draft.none(reason, self.name)
+        self._fuse(growths)
+        for growth in self._catch_up(growths):
+            drafts[growth.context.seq_id] = Draft.none("not_ready", self.name)
+        growths = [growth for growth in growths if growth.context.seq_id not in drafts]
+        if growths:
+            self._first_level(growths)
+        while growing := [(growth, nodes) for growth in growths if (nodes := growth.tree.next_nodes())]:
+            self._next_level(growing)
+        drafts.update((growth.context.seq_id, growth.tree.draft(self.name)) for growth in growths)
+        return [drafts[context.seq_id] for context in contexts]
+
+    def _state(self, seq_id: int) -> _HeadState:
+        state = self._states.get(seq_id)
+        if state is None:
+            raise ValueError(f"sequence {seq_id} was not started, or has finished")
+        return state
+
+    def _growth(self, context: DraftContext, limit: int) -> _Growth:
+        state = self._state(context.seq_id)
+        if len(context.token_ids) != state.num_tokens:
+            raise ValueError(f"sequence {context.seq_id} has uncommitted tokens; commit comes before propose")
+        self._states[context.seq_id] = self._states.pop(context.seq_id)
+        limit = min(limit, self._head.config.layer.max_model_len - len(context.token_ids))
+        bounds = bounds_of(_own_config(context))
+        stops = context.sampling.all_stop_token_ids(self._eos_token_ids)
+        tree = GrowingTree(
+            limit=limit,
+            depth=bounds.depth,
+            width=1 if bounds.is_chain else TREE_WIDTH,
+            min_chance=context.min_confidence,
+            stops=stops,
+        )
+        counts = None
+        if context.sampling.has_penalties:
+            output = context.token_ids[context.num_prompt_tokens :]
+            counts = TokenCounts(frozenset(context.token_ids[: context.num_prompt_tokens]), Counter(output))
+        return _Growth(context, state, tree, stops, counts, limit)
+
+    def _obstacle(self, growth: _Growth, asked: Iterable[int]) -> str | None:
+        """Why nothing can be drafted; None if the cache has room for the pairs and all guesses."""
+        state = growth.state
+        if growth.limit <= 0:
+            return "too_long"
+        if not state.backlog.start <= max(growth.num_pairs - 1, 0) < state.backlog.end:
+            return "not_ready"
+        if state.table is None:
+            self._open(growth)
+        assert state.table is not None
+        while not self.pool.reserve(state.table, growth.num_pairs - state.base + growth.limit):
+            idle = next((s for i, s in self._states.items() if i not in asked and s.table and s.table.block_ids), None)
+            if idle is None:
+                return "no_blocks"
+            self._release(idle)
+        return None
+
+    def _open(self, growth: _Growth) -> None:
+        """Begin a block table: with what the cache has of the sequence, or where its features begin."""
+        state, backlog = growth.state, growth.state.backlog
+        # The last pair is always computed, for its output.
+        match = self.pool.match(state.root, growth.context.token_ids[1:], growth.num_pairs - 1)
+        if match.num_tokens >= backlog.start:
+            state.table, state.base = self.pool.open(state.root, match), 0
+            state.num_computed = match.num_tokens
+        else:
+            state.table = self.pool.open(state.root)
+            state.base = state.num_computed = backlog.start
+
+    def _release(self, state: _HeadState) -> None:
+        if state.table is not None:
+            self.pool.release(state.table)
+        state.table = None
+
+    def _fuse(self, growths: Sequence[_Growth]) -> None:
+        """Fuse what is new of all sequences in one product."""
+        waiting = [(growth.state.backlog, raw) for growth in growths if (raw := growth.state.backlog.raw()) is not None]
+        if not waiting:
+            return
+        fused = self._head.fuse(torch.cat([raw for _, raw in waiting]))
+        for (backlog, _), rows in zip(waiting, fused.split([len(raw) for _, raw in waiting]), strict=True):
+            backlog.set_fused(rows)
+
+    def _catch_up(self, growths: Sequence[_Growth]) -> list[_Growth]:
+        """Compute pairs until each sequence lacks only what its first guess computes anyway.
+
+        One forward's worth a call, so that a long new prompt does not hold up the others; returns those still behind.
+        """
+        budget = self._max_catch_up_tokens
+        parts: list[tuple[_Growth, int]] = []
+        behind: list[_Growth] = []
+        for growth in growths:
+            missing = growth.num_pairs - growth.state.num_computed
+            if missing <= _FIRST_GUESS_PAIRS:
+                continue
+            num_chain = min(missing - 1, budget)
+            budget -= num_chain
+            if num_chain < missing - 1:
+                behind.append(growth)
+            if num_chain:
+                parts.append((growth, num_chain))
+        if parts:
+            self._compute([(growth, self._chain(growth, num_chain)) for growth, num_chain in parts])
+            for growth, num_chain in parts:
+                growth.state.num_computed += num_chain
+        for growth in growths:
+            self._note_computed(growth)
+        return behind
+
+    def _first_level(self, growths: Sequence[_Growth]) -> None:
+        """The pairs that are left, the last of which says what comes first."""
+        for growth in growths:
+            # Where the last draft was never verified (a preemption), the last pair is computed again.
+            growth.state.num_computed = min(growth.state.num_computed, growth.num_pairs - 1)
+        entries = [
+            (growth, self._chain(growth, growth.num_pairs - growth.state.num_computed, wants_logits=True))
+            for growth in growths
+        ]
+        logits, outputs = self._compute(entries)
+        for growth, output in zip(growths, outputs, strict=True):
+            growth.outputs[-1] = output
+            growth.state.num_computed = growth.num_pairs
+            self._note_computed(growth)
+        self._grow([(growth, [-1]) for growth in growths], logits)
+
+    def _next_level(self, growing: Sequence[tuple[_Growth, list[int]]]) -> None:
+        """Guess behind the given nodes of each tree."""
+        logits, outputs = self._compute([(growth, self._expansion(growth, nodes)) for growth, nodes in growing])
+        places = [(growth, node) for growth, nodes in growing for node in nodes]
+        for (growth, node), output in zip(places, outputs, strict=True):
+            growth.expanded.append(node)
+            growth.outputs[node] = output
+        self._grow(growing, logits)
+
+    def _chain(self, growth: _Growth, num_pairs: int, *, wants_logits: bool = False) -> tuple[BatchEntry, torch.Tensor]:
+        """The next pairs of committed tokens that are not in the cache."""
+        state = growth.state
+        assert state.table is not None
+        start, end = state.num_computed, state.num_computed + num_pairs
+        entry = BatchEntry(
+            start - state.base,
+            growth.context.token_ids[start + 1 : end + 1],
+            state.table.block_ids,
+            logits_from=num_pairs - 1 if wants_logits else None,
+        )
+        return entry, state.backlog.rows(start, end)
+
+    def _expansion(self, growth: _Growth, nodes: list[int]) -> tuple[BatchEntry, torch.Tensor]:
+        """Rows for the nodes. While the expanded ones are a chain, those before are in the cache as if committed.
+
+        Where they branch, all of them are computed again behind the last pair, each seeing its own ancestors.
+        """
+        state, tree = growth.state, growth.tree
+        assert state.table is not None
+        rows = [*growth.expanded, *nodes]
+        if all(tree.parents[node] == before for node, before in zip(rows, (-1, *rows), strict=False)):
+            start = growth.num_pairs - state.base + len(growth.expanded)
+            entry = BatchEntry(start, [tree.token_ids[nodes[0]]], state.table.block_ids, logits_from=0)
+            return entry, growth.outputs[tree.parents[nodes[0]]][None]
+        place = {-1: -1} | {node: i for i, node in enumerate(rows)}
+        entry = BatchEntry(
+            growth.num_pairs - state.base - 1,
+            growth.context.token_ids[-1:],
+            state.table.block_ids,
+            tree=[tree.token_ids[node] for node in rows],
+            parents=[place[tree.parents[node]] for node in rows],
+            logits_from=1 + len(growth.expanded),
+        )
+        last_pair = state.backlog.rows(growth.num_pairs - 1, growth.num_pairs)
+        return entry, torch.cat((last_pair, torch.stack([growth.outputs[tree.parents[node]] for node in rows])))
+
+    def _compute(
+        self, parts: Sequence[tuple[_Growth, tuple[BatchEntry, torch.Tensor]]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = lay_out([entry for _, (entry, _) in parts], self.pool.block_size)
+        return self._head.forward(batch, torch.cat([hidden for _, (_, hidden) in parts]))
+
+    def _grow(self, growing: Sequence[tuple[_Growth, list[int]]], logits: torch.Tensor) -> None:
+        """One more level of each tree, behind the given nodes, whose logits stand one after another."""
+        rows = [self._sampling_row(growth, node) for growth, nodes in growing for node in nodes]
+        width = max(growth.tree.width for growth, _ in growing)
+        candidates = best_candidates(logits, rows, self._head.target_ids, width)
+        guesses = iter(zip(candidates.token_ids, candidates.chances, strict=True))
+        for growth, nodes in growing:
+            own = growth.tree.width
+            found = zip(nodes, islice(guesses, len(nodes)), strict=True)
+            growth.tree.grow([(node, token_ids[:own], chances[:own]) for node, (token_ids, chances) in found])
+
+    def _sampling_row(self, growth: _Growth, node: int) -> SamplingRow:
+        return SamplingRow.after(
+            growth.tree.path(node),
+            params=growth.context.sampling,
+            num_tokens=len(growth.context.token_ids),
+            num_prompt_tokens=growth.context.num_prompt_tokens,
+            stop_token_ids=growth.stops,
+            counts=growth.counts,
+        )
+
+    def _note_computed(self, growth: _Growth) -> None:
+        """Index the full blocks of a sequence that the cache has from its beginning, and let go of used features."""
+        state = growth.state
+        assert state.table is not None
+        if state.base == 0 and state.num_computed // self.pool.block_size > len(state.table.hashes):
+            self.pool.commit(state.table, growth.context.token_ids[1:], state.num_computed)
+        state.backlog.drop_before(min(state.num_computed, growth.num_pairs - 1))
+
+
+def _own_config(context: DraftContext) -> SingleConfig:
+    return single_configs(context.config)[0]
+
+
+_FIRST_GUESS_PAIRS = 8
+"""A sequence that lacks no more pairs than these computes them with its first guess."""
