@@ -61,7 +61,7 @@ async def engine(app: web.Application) -> AsyncIterator[None]:
         app[ENGINE_COMMAND],
         front.client,
         on_ready=front.load,
-        on_restart=front.lose,
+        on_lost=front.lose,
         load_seconds=server.load_seconds,
         restart_seconds=server.restart_seconds,
     )

@@ -12,7 +12,6 @@ from speculation.messages import (
     Abort,
     Command,
     Drain,
-    Event,
     Ready,
     Rejected,
     SequenceOutput,
@@ -179,7 +178,7 @@ class EngineClient:
         for stream in {id(stream): stream for stream in streams.values()}.values():
             stream.fail(error)
 
-    def dispatch(self, event: Event) -> None:
+    def dispatch(self, event: StepOutputs | Rejected | Stats) -> None:
         """Hand an event of the engine to who waits for it."""
         match event:
             case StepOutputs():
@@ -191,8 +190,6 @@ class EngineClient:
                     stream.fail(EngineRejectedError(event))
             case Stats():
                 self._on_stats(event)
-            case Ready():
-                raise ValueError("an engine announces itself once")
 
     def _deliver(self, output: SequenceOutput) -> None:
         stream = self._streams.get(output.request_id)

@@ -80,10 +80,11 @@ async def _until_stopped(app: web.Application, url: str, stop: asyncio.Event, an
 
 def _report(engine: asyncio.Task[None]) -> int:
     """Why the engine is gone although nobody asked."""
-    try:
-        engine.result()
-    except EngineStartError as error:
+    error = None if engine.cancelled() else engine.exception()
+    if isinstance(error, EngineStartError):
         _log.error("cannot serve", reason=str(error))
+    else:
+        _log.error("the engine's supervision ended", exc_info=error)
     return 1
 
 

@@ -18,7 +18,7 @@ STEADY_SECONDS = 60.0
 
 
 class EngineStartError(Exception):
-    """The engine ended before it ever served: starting it again would not help."""
+    """The engine never served, or its model is of no use to the front: starting it again would not help."""
 
 
 class Supervisor:
@@ -30,7 +30,7 @@ class Supervisor:
         client: EngineClient,
         *,
         on_ready: Callable[[Ready], Awaitable[None]],
-        on_restart: Callable[[], None],
+        on_lost: Callable[[], None],
         load_seconds: float,
         restart_seconds: float,
         stop_seconds: float = 5.0,
@@ -38,14 +38,15 @@ class Supervisor:
         self._command = command
         self._client = client
         self._on_ready = on_ready
-        self._on_restart = on_restart
+        self._on_lost = on_lost
         self._load_seconds = load_seconds
         self._restart_seconds = restart_seconds
         self._stop_seconds = stop_seconds
         self._draining = asyncio.Event()
+        self._has_served = False
         self._log = structlog.get_logger("forerun.supervisor")
         self.pid: int | None = None
-        """The engine's process id while it is connected."""
+        """The engine's process id while it serves."""
 
     def drain(self) -> None:
         """Let the engine finish and exit, and do not start it again: `run` then returns."""
@@ -55,30 +56,18 @@ class Supervisor:
     async def run(self) -> None:
         """Serve until `drain` or cancellation. Raises `EngineStartError` if the first engine never serves."""
         pause = FIRST_PAUSE_SECONDS
-        has_served = False
         while not self._draining.is_set():
             started = time.monotonic()
             try:
                 await self._live()
             except EngineDiedError as died:
-                served = self._client.ready is not None
-                has_served |= served
-                self._client.detach(
-                    EngineUnavailableError(f"the engine stopped while this request ran ({died})", "engine_died")
-                )
                 if self._draining.is_set():
                     return
-                if not has_served:
+                if not self._has_served:
                     raise EngineStartError(f"the engine did not start: {died}") from died
-                if served and time.monotonic() - started > STEADY_SECONDS:
+                if time.monotonic() - started > STEADY_SECONDS:
                     pause = FIRST_PAUSE_SECONDS
                 self._log.error("engine died", reason=str(died), restart_in_seconds=pause)
-                self._on_restart()
-            except asyncio.CancelledError:
-                self._client.detach(EngineUnavailableError("the service is shutting down", "shutting_down"))
-                raise
-            finally:
-                self.pid = None
             await asyncio.sleep(pause)
             pause = min(pause * 2, self._restart_seconds)
 
@@ -87,17 +76,24 @@ class Supervisor:
         async with start_engine(
             self._command, connect_seconds=self._load_seconds, stop_seconds=self._stop_seconds
         ) as process:
-            self.pid = process.pid
             events = process.events()
             try:
                 await self._load(process, events.__anext__())
                 async for event in events:
+                    if isinstance(event, Ready):
+                        raise EngineDiedError("the engine announced itself twice")
                     self._client.dispatch(event)
+            except EngineDiedError as died:
+                self._lose(EngineUnavailableError(f"the engine stopped while this request ran ({died})", "engine_died"))
+                raise
+            except asyncio.CancelledError:
+                self._lose(EngineUnavailableError("the service is shutting down", "shutting_down"))
+                raise
             finally:
                 await events.aclose()
 
     async def _load(self, process: EngineProcess, first_event: Awaitable[Event]) -> None:
-        """Wait until the model is loaded."""
+        """Wait until the model is loaded. Raises `EngineStartError` if the front cannot use it."""
         try:
             async with asyncio.timeout(self._load_seconds):
                 ready = await first_event
@@ -105,6 +101,17 @@ class Supervisor:
             raise EngineDiedError(f"the engine did not load its model within {self._load_seconds:g} s") from None
         if not isinstance(ready, Ready):
             raise EngineDiedError(f"the engine said {type(ready).__name__} before Ready")
-        await self._on_ready(ready)
+        try:
+            await self._on_ready(ready)
+        except ValueError as error:
+            raise EngineStartError(str(error)) from error
         self._client.attach(ready, process.send)
+        self.pid, self._has_served = process.pid, True
         self._log.info("engine ready", pid=process.pid, engine=ready.description, blocks=ready.num_blocks)
+
+    def _lose(self, error: EngineUnavailableError) -> None:
+        """Tell everybody at once, before the process is certainly gone."""
+        self.pid = None
+        self._client.detach(error)
+        if self._has_served and not self._draining.is_set():
+            self._on_lost()

@@ -193,6 +193,13 @@ async def test_an_engine_that_talks_nonsense_is_replaced_or_given_up(start_servi
         await service.supervisor_life()
 
 
+async def test_a_model_the_front_cannot_use_is_an_error_at_start(start_service: StartService, tmp_path: Path) -> None:
+    """A model folder without a tokenizer ends the service with that reason, instead of failing every request."""
+    service = await start_service(model=str(tmp_path), wait=False)
+    with pytest.raises(EngineStartError, match=r"no tokenizer\.json"):
+        await service.supervisor_life()
+
+
 async def test_shutting_down_lets_the_running_finish(service: Service) -> None:
     """After draining has begun new requests and readiness are 503, and those inside end as they would have."""
     inside = asyncio.create_task(service.post(TEXT, {**LONG, "max_tokens": 60}))
