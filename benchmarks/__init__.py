@@ -1,0 +1,1 @@
+"""Measurements: forerun side by side with other systems, over its real HTTP service."""
