@@ -64,7 +64,7 @@ class Supervisor:
                 if self._draining.is_set():
                     return
                 if not self._has_served:
-                    raise EngineStartError(f"the engine did not start: {died}") from died
+                    raise EngineStartError(f"the engine did not start: {died}; its own log lines say why") from died
                 if time.monotonic() - started > STEADY_SECONDS:
                     pause = FIRST_PAUSE_SECONDS
                 self._log.error("engine died", reason=str(died), restart_in_seconds=pause)
