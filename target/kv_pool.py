@@ -31,7 +31,9 @@ class KVPool:
         self.num_blocks = num_blocks
         self.zero_slot = num_blocks * block_size
         shape = (num_layers, 2 * num_kv_heads, self.zero_slot + 1, head_size)
-        self.entries = torch.zeros(shape, dtype=dtype, device=device)
+        # Nothing reads what was not written, so only the zero slot needs a value, and memory is taken as it is used.
+        self.entries = torch.empty(shape, dtype=dtype, device=device)
+        self.entries[:, :, self.zero_slot] = 0
 
     @torch.inference_mode()
     def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:

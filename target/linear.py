@@ -17,7 +17,7 @@ WeightAndBias = tuple[torch.Tensor, torch.Tensor | None]
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 """From a weight, [outputs, inputs], and perhaps a bias, [outputs]."""
 
-CANDIDATE_ROWS = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+CANDIDATE_ROWS = (*range(4, 17), 20, 24, 28, 32, 40, 48, 64, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,11 @@ import torch
 
 from target.checkpoint import load_weights
 from target.hf_config import read_config
+from target.native.load import NativeUnsupported, load_native_runner
 from target.runner import Runner
 from target.torch_runner import TorchRunner
 
+BACKENDS = ("auto", "torch", "native")
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
@@ -28,22 +30,41 @@ def load_runner(
     """Load the model in `model_dir` (a Hugging Face folder) with a KV pool of `num_blocks` blocks.
 
     `device` auto is CUDA where there is one, else the CPU; `dtype` auto is bfloat16 on CUDA, else float32.
+    `backend` auto is the native step on a CPU where processor and model allow it, else torch; the runner's description
+    says which and why. `quantization`: see `target.native.load`; torch has "none" alone.
     `max_model_len`: positions to serve, at most the model's own (the default).
     Raises `CheckpointError` for what is on disk, `ValueError` for the arguments.
     """
-    if backend not in {"auto", "torch"}:
-        raise ValueError(f"backend is {backend!r}; it must be 'auto' or 'torch'")
-    if quantization not in {"auto", "none"}:
-        raise ValueError(f"quantization is {quantization!r}; the torch backend has 'none'")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
     config = read_config(model_dir)
     length = config.max_model_len if max_model_len is None else max_model_len
     if not 1 <= length <= config.max_model_len:
         raise ValueError(f"max_model_len is {length}; the model has positions for 1 to {config.max_model_len}")
     place = _device(device)
+    reason = ""
+    if backend == "native" or (backend == "auto" and place.type == "cpu" and dtype == "auto"):
+        try:
+            return load_native_runner(
+                config,
+                model_dir,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                quantization=quantization,
+                max_model_len=length,
+            )
+        except NativeUnsupported as unsupported:
+            if backend == "native":
+                raise
+            reason = f"; not the native step: {unsupported}"
+    if quantization not in {"auto", "none"}:
+        raise ValueError(f"quantization is {quantization!r}; torch computes unquantised{reason}")
     weights = load_weights(model_dir, config, _dtype(dtype, place))
-    return TorchRunner(
+    runner = TorchRunner(
         config, weights, num_blocks=num_blocks, block_size=block_size, max_model_len=length, device=place
     )
+    runner.description += reason
+    return runner
 
 
 def _device(name: str) -> torch.device:

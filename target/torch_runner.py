@@ -49,7 +49,7 @@ class TorchRunner:
         with torch.inference_mode():
             linears = [(first.qkv, first.qkv_bias), *((w, None) for w in (first.output, first.gate_up, first.down))]
             body = choose_products(linears, device, max_rows=256)
-            head = choose_products([(weights.lm_head, None)], device, max_rows=64)
+            head = choose_products([(weights.lm_head, None)], device, max_rows=32)
             tiles = stable_tiles(heads.queries_per_kv, heads.head_size, KEY_BLOCK, compute_dtype(dtype), device)
             self._decoder = Decoder(
                 config, weights, RotaryTable(config, max_model_len, dtype, device), body.make, device
@@ -59,8 +59,9 @@ class TorchRunner:
         self._attention = TorchAttention(self.kv_pool, heads, window=config.sliding_window, tiles=tiles)
         stable = body.stable and head.stable and tiles.stable and stable_operations(config.hidden_size, dtype, device)
         self.description = (
-            f"torch on {device}, {str(dtype).removeprefix('torch.')}, products by {body.library}, rows padded to "
-            f"{', '.join(map(str, body.row_counts.counts))}, {'found' if stable else 'NOT FOUND'} to be independent"
+            f"torch on {device}, {str(dtype).removeprefix('torch.')}, products by {body.library} for "
+            f"{len(body.row_counts.counts)} row counts up to {body.row_counts.counts[-1]}; "
+            f"rows were {'found' if stable else 'NOT FOUND'} to be independent"
         )
 
     @torch.inference_mode()
