@@ -89,6 +89,7 @@ def _load(folder: Path, settings: EngineSettings, num_blocks: int) -> Runner:
         device=settings.device,
         dtype=settings.dtype,
         backend=settings.backend,
+        quantization=settings.quantization,
         max_model_len=settings.max_model_len,
     )
 

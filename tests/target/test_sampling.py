@@ -178,3 +178,18 @@ def test_coupled_acceptance_is_at_least_its_bound() -> None:
 def test_an_empty_batch_is_fine() -> None:
     """No rows, no choices."""
     assert sample(torch.zeros(0, 4), []).token_ids == []
+
+
+def test_a_filtered_neighbour_cuts_nothing_from_an_unfiltered_row() -> None:
+    """The least likely token can be chosen, also where another row of the batch is filtered."""
+    logits = torch.full((2, 30_000), -40.0)
+    logits[:, 0] = 0.0
+    unfiltered, filtered = SamplingParams(seed=1, logit_bias={29_999: 100.0}), SamplingParams(seed=1, top_p=0.5)
+    rows = [SamplingRow(unfiltered, 5), SamplingRow(filtered, 5)]
+    assert sample(logits, rows).token_ids == [29_999, 0]
+    flat = torch.zeros(2, 3000)
+    flat[:, 7] = 1e-3
+    for position in range(300):
+        alone = sample(flat[:1], [SamplingRow(SamplingParams(seed=2), position)]).token_ids
+        beside = [SamplingRow(SamplingParams(seed=2), position), SamplingRow(filtered, position)]
+        assert sample(flat, beside).token_ids[:1] == alone
