@@ -31,8 +31,8 @@ CONFIGS: dict[str, SpeculationConfig] = {
     "adaptive": NgramConfig(),
 }
 SAMPLINGS = {
-    "greedy": SamplingParams(temperature=0.0, max_tokens=32),
-    "sampled": SamplingParams(temperature=0.8, top_p=0.95, seed=1234, max_tokens=32),
+    "greedy": SamplingParams(temperature=0.0, max_tokens=24),
+    "sampled": SamplingParams(temperature=0.8, top_p=0.95, seed=1234, max_tokens=24),
 }
 
 
