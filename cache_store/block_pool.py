@@ -177,10 +177,11 @@ class BlockPool:
         table.hashes.clear()
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Identities that entered and left the index since the last call, for the metadata store."""
-        changes = self._stored, self._evicted
+        """Identities that entered and left the index since the last call, for the metadata store: the net effect."""
+        stored = [identity for identity in dict.fromkeys(self._stored) if identity in self._index]
+        evicted = [identity for identity in dict.fromkeys(self._evicted) if identity not in self._index]
         self._stored, self._evicted = [], []
-        return changes
+        return stored, evicted
 
     def indexed_hashes(self) -> list[bytes]:
         """The identities of all blocks a prefix hit could find."""

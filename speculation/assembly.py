@@ -27,6 +27,7 @@ from target.runner import Runner
 
 DEFAULT_KV_MEMORY = 1 << 30
 """Bytes of the KV pool where nothing is set."""
+HEARTBEAT_SECONDS = 1.0
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 4}
 
 
@@ -66,6 +67,8 @@ def assemble(settings: EngineSettings) -> tuple[Engine, Ready]:
         methods=engine.methods,
         max_waiting=settings.max_waiting,
         description=runner.description,
+        max_num_seqs=settings.max_num_seqs,
+        heartbeat_seconds=HEARTBEAT_SECONDS,
     )
 
 

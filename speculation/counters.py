@@ -11,6 +11,26 @@ from draft.tree import Draft
 from speculation.messages import STEP_SECONDS_BOUNDS, Stats
 
 
+class Rate:
+    """Tokens a second over the recent past: both sums fade with the time that passes in them."""
+
+    HALF_LIFE_SECONDS = 5.0
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        kept = 0.5 ** (seconds / self.HALF_LIFE_SECONDS)
+        self._tokens = kept * self._tokens + num_tokens
+        self._seconds = kept * self._seconds + seconds
+
+    @property
+    def per_second(self) -> float:
+        """0 before anything was noted."""
+        return self._tokens / self._seconds if self._seconds else 0.0
+
+
 class EngineCounters:
     """Monotone totals. Each is changed where the thing happens, and read by `stats` alone."""
 
@@ -24,6 +44,10 @@ class EngineCounters:
         self._step_buckets = [0] * (len(STEP_SECONDS_BOUNDS) + 1)
         self._step_seconds = 0.0
         self.saved_seconds = 0.0
+        self.prefill = Rate()
+        """Rows of steps that computed prompts."""
+        self.decode = Rate()
+        """Tokens that steps without prompts brought."""
 
     def note_step(self, seconds: float) -> None:
         """A step took this long."""
@@ -69,4 +93,6 @@ class EngineCounters:
             skipped_drafts=dict(self._skipped),
             step_seconds_buckets=cumulative,
             step_seconds_sum=self._step_seconds,
+            prefill_tokens_per_second=self.prefill.per_second,
+            decode_tokens_per_second=self.decode.per_second,
         )

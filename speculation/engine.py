@@ -240,12 +240,14 @@ class Engine:
 
     def _note_step(self, plan: StepPlan, outputs: list[SequenceOutput | None], seconds: float) -> None:
         self._counters.note_step(seconds)
-        self._drafting.end(
-            num_tokens=sum(len(output.token_ids) for output in outputs if output is not None),
-            num_rows=sum(scheduled.num_chain + len(scheduled.draft) for scheduled in plan.scheduled),
-            step_seconds=seconds,
-            is_pure=bool(plan.scheduled) and all(s.num_chain == 1 and s.completes for s in plan.scheduled),
-        )
+        num_tokens = sum(len(output.token_ids) for output in outputs if output is not None)
+        num_rows = sum(scheduled.num_chain + len(scheduled.draft) for scheduled in plan.scheduled)
+        is_pure = bool(plan.scheduled) and all(s.num_chain == 1 and s.completes for s in plan.scheduled)
+        if is_pure:
+            self._counters.decode.note(num_tokens, seconds)
+        elif plan.scheduled:
+            self._counters.prefill.note(num_rows, seconds)
+        self._drafting.end(num_tokens=num_tokens, num_rows=num_rows, step_seconds=seconds, is_pure=is_pure)
 
     def _note_chunk(self, sequence: Sequence, num_chain: int, now: float) -> None:
         if sequence.counters.prefill_end is None:

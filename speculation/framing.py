@@ -1,4 +1,4 @@
-"""How messages travel over the Unix socket between the front and an engine: both sides, and tests, use this file.
+"""How messages travel over the socket between the front and an engine: both sides, and tests, use this file.
 
 A frame is a 4-byte little-endian length and so many bytes of MessagePack, one tagged message of `speculation.messages`.
 """
@@ -40,7 +40,8 @@ class FrameReader(Generic[MessageT]):
     `FrameReader[Command](Command)` in an engine, `FrameReader[Event](Event)` in a front.
     """
 
-    def __init__(self, message_type: object) -> None:
+    def __init__(self, message_type: object, *, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._decoder: msgspec.msgpack.Decoder[MessageT] = msgspec.msgpack.Decoder(message_type)
         self._buffer = bytearray()
 
@@ -56,8 +57,8 @@ class FrameReader(Generic[MessageT]):
         try:
             while len(self._buffer) - start >= _LENGTH.size:
                 (length,) = _LENGTH.unpack_from(self._buffer, start)
-                if length > MAX_FRAME_BYTES:
-                    raise FramingError(f"a frame announces {length} bytes; the limit is {MAX_FRAME_BYTES}")
+                if length > self._max_bytes:
+                    raise FramingError(f"a frame announces {length} bytes; the limit is {self._max_bytes}")
                 end = start + _LENGTH.size + length
                 if len(self._buffer) < end:
                     return

@@ -1,6 +1,7 @@
 """Every message that crosses the seam between the front and an engine. Frozen data; MessagePack on the wire.
 
-Front to engine: `Submit`, `Abort`, `Drain`. Engine to front: `Ready`, `StepOutputs`, `Rejected`, `Stats`.
+Front to engine: `Submit`, `Abort`, `Drain`. Engine to front: `Ready`, `StepOutputs`, `Rejected`, `Stats`,
+`BlocksChanged`, `Alive`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from target.sampling_params import SamplingParams
 
 __all__ = [
     "Abort",
+    "Alive",
+    "BlocksChanged",
     "Command",
     "DraftModelConfig",
     "Drain",
@@ -80,6 +83,10 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     max_waiting: int
     description: str
     """Device, precision and which path runs."""
+    max_num_seqs: int = 0
+    """Most sequences that run at a time; 0 is not said."""
+    heartbeat_seconds: float = 0.0
+    """How often the engine says at least `Alive`, however long a step takes; 0 promises nothing."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -168,8 +175,24 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     step_seconds_buckets: list[int]
     """Cumulative counts of steps by duration; bounds are `STEP_SECONDS_BOUNDS`."""
     step_seconds_sum: float
+    prefill_tokens_per_second: float = 0.0
+    """Rows a second in recent steps that computed prompts; 0 before the first."""
+    decode_tokens_per_second: float = 0.0
+    """Tokens a second, of all sequences together, in recent steps without prompts."""
 
 
 STEP_SECONDS_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
-Event = Ready | StepOutputs | Rejected | Stats
+
+class BlocksChanged(msgspec.Struct, frozen=True, tag="blocks"):
+    """Which prefix blocks the engine holds now and did not before, and the other way round. Sent behind steps."""
+
+    stored: list[bytes]
+    evicted: list[bytes]
+
+
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """The engine's process runs, even if nothing else was to be said for a while."""
+
+
+Event = Ready | StepOutputs | Rejected | Stats | BlocksChanged | Alive

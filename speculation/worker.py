@@ -1,7 +1,8 @@
 """The engine process: `python -m speculation.worker --socket PATH --settings JSON`.
 
 It connects to the front's Unix socket, loads, says `Ready`, and then alternates between taking commands and stepping.
-A second thread only reads the socket; everything else happens in this one, so the engine needs no lock.
+A second thread only reads the socket, and a third only says that the process is alive; everything else happens in this
+one, so the engine needs no lock.
 """
 
 from __future__ import annotations
@@ -26,18 +27,33 @@ import structlog
 from speculation.assembly import assemble
 from speculation.engine import Engine
 from speculation.framing import FrameReader, FramingError, encode_frame
-from speculation.messages import Abort, Command, Drain, Event, Rejected, SequenceOutput, StepOutputs, Submit
+from speculation.messages import (
+    Abort,
+    Alive,
+    BlocksChanged,
+    Command,
+    Drain,
+    Event,
+    Rejected,
+    SequenceOutput,
+    StepOutputs,
+    Submit,
+)
 from speculation.settings import EngineSettings
 
 STATS_SECONDS = 0.25
-"""At most so often the front is told gauges and totals."""
+"""At most so often the front is told gauges, totals and which blocks came and went."""
 
 
 class Worker:
     """One engine and its connection to the front. When the front goes away, so does the worker."""
 
-    def __init__(self, connection: socket.socket, engine: Engine, *, check_invariants: bool) -> None:
+    def __init__(
+        self, connection: socket.socket, engine: Engine, *, check_invariants: bool, heartbeat_seconds: float
+    ) -> None:
         self._connection = connection
+        self._heartbeat_seconds = heartbeat_seconds
+        self._sending = threading.Lock()
         self._engine = engine
         self._check_invariants = check_invariants
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -48,6 +64,7 @@ class Worker:
     def run(self) -> None:
         """Serve until the front closes the connection, or everything is done after `Drain`."""
         threading.Thread(target=self._read, name="front-reader", daemon=True).start()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         while self._take_commands():
             if self._engine.has_work:
                 self._send_outputs(self._engine.step())
@@ -67,6 +84,15 @@ class Worker:
         except (OSError, FramingError) as error:
             self._log.warning("front_connection_lost", error=str(error))
         self._commands.put(None)
+
+    def _beat(self) -> None:
+        """Thread: say now and then that the process is alive, whatever the other threads do."""
+        try:
+            while True:
+                time.sleep(self._heartbeat_seconds)
+                self._send(Alive())
+        except OSError:
+            pass  # the reader has seen it, too
 
     def _take_commands(self) -> bool:
         """Handle what has come in, waiting for it when there is nothing else to do. False when the front is gone."""
@@ -113,9 +139,14 @@ class Worker:
         if now or clock - self._stats_at >= STATS_SECONDS:
             self._stats_at = clock
             self._send(self._engine.stats())
+            stored, evicted = self._engine.pool.drain_changes()
+            if stored or evicted:
+                self._send(BlocksChanged(stored, evicted))
 
     def _send(self, event: Event) -> None:
-        self._connection.sendall(encode_frame(event))
+        frame = encode_frame(event)
+        with self._sending:
+            self._connection.sendall(frame)
 
 
 def configure_logs(level: str) -> None:
@@ -150,7 +181,12 @@ def main(argv: list[str] | None = None) -> int:
             gc.freeze()
             log.info("engine_ready", path=ready.description, blocks=ready.num_blocks, methods=ready.methods)
             connection.sendall(encode_frame(ready))
-            Worker(connection, engine, check_invariants=settings.check_invariants).run()
+            Worker(
+                connection,
+                engine,
+                check_invariants=settings.check_invariants,
+                heartbeat_seconds=ready.heartbeat_seconds,
+            ).run()
     except BrokenPipeError:
         log.info("front_gone")
     except Exception as error:
