@@ -170,7 +170,7 @@ class BlockPool:
             self._drop(table.block_ids.pop())
 
     def release(self, table: BlockTable) -> None:
-        """Give every block of `table` back. Its last block becomes the first to be evicted, so that prefixes outlive tails."""
+        """Give every block of `table` back, the last to be evicted first, so that prefixes outlive tails."""
         self._tables.remove(table)
         while table.block_ids:
             self._drop(table.block_ids.pop())

@@ -22,14 +22,15 @@ def require_same_tokenizer(target_dir: Path, draft_dir: Path) -> None:
         if target[token_id] != draft[token_id]:
             raise TokenizerMismatchError(
                 f"draft_model {draft_dir} has another tokenizer than the target: token {token_id} is "
-                f"{draft[token_id]!r} there and {target[token_id]!r} in the target; use a draft model of the same family"
+                f"{draft[token_id]!r} there and {target[token_id]!r} in the target; use one of the same family"
             )
     for larger, smaller, name in ((target, draft, "target"), (draft, target, "draft model")):
         end = max(smaller, default=-1)
         inside = [token_id for token_id in larger.keys() - smaller.keys() if token_id <= end]
         if inside:
             raise TokenizerMismatchError(
-                f"draft_model {draft_dir} has another tokenizer than the target: token {min(inside)} exists in the {name} alone"
+                f"draft_model {draft_dir} has another tokenizer than the target: token {min(inside)} is in the "
+                f"{name} alone"
             )
 
 

@@ -11,7 +11,7 @@ import torch
 IntArray = npt.NDArray[np.int64]
 
 MAX_TREE_SIZE = 63
-"""Most draft tokens a sequence may bring to one step: a tree mask is the bits of one int64, and its sign stays clear."""
+"""Most draft tokens of a sequence in one step: a tree mask is the bits of one int64, and its sign stays clear."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,7 @@ CONFIGS: dict[str, SpeculationConfig] = {
     "ngram": NgramConfig(num_speculative_tokens=5),
     "suffix": SuffixConfig(num_speculative_tokens=6, tree_size=10),
     "draft_model": DraftModelConfig(num_speculative_tokens=3),
-    "first": FirstConfig(
-        proposers=(NgramConfig(num_speculative_tokens=4), DraftModelConfig(num_speculative_tokens=2))
-    ),
+    "first": FirstConfig(proposers=(NgramConfig(num_speculative_tokens=4), DraftModelConfig(num_speculative_tokens=2))),
     "adaptive": NgramConfig(),
 }
 SAMPLINGS = {

@@ -23,7 +23,7 @@ def test_messages_survive_any_cut_of_the_stream(cuts: list[int]) -> None:
     """However the bytes arrive in pieces, the same messages come out in order and nothing is left over."""
     stream = b"".join(map(encode_frame, COMMANDS))
     reader = FrameReader[Command](Command)
-    received = []
+    received: list[object] = []
     start = 0
     for size in [*cuts, len(stream)]:
         received += reader.feed(stream[start : start + size])
