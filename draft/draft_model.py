@@ -68,7 +68,7 @@ class DraftModelProposer:
         eos_token_ids: tuple[int, ...],
         max_catch_up_tokens: int = 512,
     ) -> None:
-        """`vocab_size` and `eos_token_ids` are the target's.A forward catches up by at most `max_catch_up_tokens`."""
+        """`vocab_size` and `eos_token_ids` are the target's. A forward catches up by at most `max_catch_up_tokens`."""
         self._runner = runner
         self._fingerprint = model_fingerprint
         self._vocab_size = vocab_size
