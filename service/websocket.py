@@ -65,6 +65,8 @@ class Token(msgspec.Struct, frozen=True):
     id: int
     logprob: float | None
     source: str
+    offset: int
+    """Where it begins in the choice's text, in characters (Unicode code points)."""
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="tokens"):
@@ -278,8 +280,8 @@ class RequestKind(msgspec.Struct, frozen=True):
 def _tokens(message_id: str, delta: ChoiceDelta) -> Tokens:
     rows = delta.logprobs or [None] * len(delta.token_ids)
     tokens = [
-        Token(token_id, None if row is None else row.logprob, source)
-        for token_id, row, source in zip(delta.token_ids, rows, delta.sources, strict=True)
+        Token(token_id, None if row is None else row.logprob, source, offset)
+        for token_id, row, source, offset in zip(delta.token_ids, rows, delta.sources, delta.offsets, strict=True)
     ]
     return Tokens(id=message_id, index=delta.index, text=delta.text, tokens=tokens)
 

@@ -86,6 +86,10 @@ async def test_the_socket_says_what_rest_says(service: Service, path: str, body:
     assert [token["id"] for token in tokens] == choice["token_ids"]
     assert {token["logprob"] for token in tokens} == {-0.5}
     assert {token["source"] for token in tokens} <= {"ngram", "target"}
+    offsets = [token["offset"] for token in tokens]
+    assert offsets == sorted(offsets)
+    assert offsets[0] == 0
+    assert offsets[-1] < len(text_of(messages))
     finished = messages[-1]
     assert finished["usage"] == rest["usage"]
     assert finished["seed"] == 3
