@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from target.native.attention import attend
 from target.native.calls import call_kernel_at
 from target.native.compiling import native
 from target.native.rows import (
@@ -146,42 +145,6 @@ def _finish_head(model: Record, layer: Record, batch: Record, head: int, row: in
         place = layer.values + slot // 16 * model.tile_stride + 32 * size * head + 2 * size * (slot % 16)
         for i in range(0, size, 16):
             store_f16(place + 2 * i, load(x + 4 * i))
-
-
-@native
-def attend_rows(model: Record, layer: Record, batch: Record, thread: int) -> None:
-    """Attention of every row, encoded for the output product. A task is a row and the queries of one key head."""
-    kv_heads, size = model.num_kv_heads, model.head_size
-    group = model.num_heads // kv_heads
-    own = batch.scratch + thread * batch.scratch_stride
-    out_bytes = group * (size // 32) * row_bytes(model.body_kind)
-    while True:
-        task = take_task(model.control, thread, model.num_threads, batch.num_rows * kv_heads)
-        if task < 0:
-            return
-        row, head = task // kv_heads, task % kv_heads
-        sequence = load_integer(64, batch.sequences + 8 * row)
-        start = load_integer(64, batch.row_starts + 8 * sequence)
-        chain = load_integer(64, batch.chain_lens + 8 * sequence)
-        attend(
-            model.score_kernel,
-            model.mix_kernel,
-            batch.queries + batch.queries_stride * row + 4 * size * group * head,
-            group,
-            size,
-            layer.keys + 32 * size * head,
-            layer.values + 32 * size * head,
-            batch.tables + 8 * batch.table_width * sequence,
-            model.tile_stride,
-            load_integer(64, batch.num_computed + 8 * sequence) + min(chain, row - start + 1),
-            load_integer(64, batch.tree_masks + 8 * row),
-            own + batch.own_scores,
-            batch.score_stride,
-            model.tile_rows > 4,
-            own + batch.own_floats,
-        )
-        place = batch.attended + batch.attended_stride * row + head * out_bytes
-        encode(model.body_kind, own + batch.own_floats, group * size // 32, place)
 
 
 @native

@@ -31,6 +31,12 @@ class ModelRecord(NamedTuple):
     mix_kernel: int
     tile_rows: int
     """Rows of one product tile."""
+    unit_rows: int
+    """Rows of one sequence whose attention is computed together; query vectors and tiles of keys in one kernel call,
+    and dimensions of a value."""
+    max_queries: int
+    max_tiles: int
+    mix_width: int
     embed: int
     head: int
     norm: int
@@ -69,11 +75,10 @@ class BatchRecord(NamedTuple):
 
     num_rows: int
     num_logits: int
+    num_sequences: int
     token_ids: int
     positions: int
     slots: int
-    sequences: int
-    """The sequence of each row."""
     row_starts: int
     num_computed: int
     chain_lens: int
@@ -102,11 +107,14 @@ class BatchRecord(NamedTuple):
     normed_stride: int
     headed: int
     headed_stride: int
+    units: int
+    """See `target.native.attention`."""
     scratch: int
     """Each thread's own room."""
     scratch_stride: int
     own_floats: int
-    """Offsets in it: floats of one row, the results of a product tile, encoded rows, attention scores."""
+    """Offsets in it: floats of a row or of a unit's attention, its queries, a product tile, encoded rows, scores."""
+    own_queries: int
     own_tile: int
     own_rows: int
     own_scores: int

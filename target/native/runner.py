@@ -13,7 +13,7 @@ import torch
 
 from target.batch import ForwardBatch, ForwardOutput, IntArray
 from target.config import ModelConfig
-from target.native.attention_tiles import TILE, mix_kernel, score_kernel
+from target.native.attention_tiles import TILE, mix_kernel, mix_width, queries_at_once, score_kernel, tiles_at_once
 from target.native.isa import ISAS
 from target.native.kv_pool import NativeKVPool
 from target.native.memory import Arena, address_of, aligned_size
@@ -55,15 +55,20 @@ class NativeRunner:
             f"head {KIND_NAMES[packed.head_kind]}, KV cache float16; rows are bitwise independent"
         )
         self._kinds = packed.body_kind, packed.head_kind
+        self._isa = isa
         self._num_threads = num_threads
         self._vocab_panels = -(-config.vocab_size // 16)
         self._weights = _Weights(config, packed, max_model_len)
-        self._kernels = [product_kernel(kind, isa) for kind in self._kinds] + [score_kernel(), mix_kernel()]
+        self._kernels = [product_kernel(kind, isa) for kind in self._kinds] + [
+            score_kernel(isa),
+            mix_kernel(isa, mix_width(isa, config.head_size)),
+        ]
         self._control = Arena(control_bytes(num_threads)).empty((control_bytes(num_threads) // 4,), np.int32)
         self._model = as_array(self._record(isa))
         self._layers = as_array(*self._layer_records())
-        self._batch = as_array(BatchRecord(*[0] * len(BatchRecord._fields)))
         self._workspace = self._make_workspace(max_rows=16, max_logits=16, max_context=512)
+        empty = BatchRecord(**(dict.fromkeys(BatchRecord._fields, 0) | self._workspace.fields))
+        self._batch = as_array(empty)
         self._start_threads()
 
     def _record(self, isa: int) -> ModelRecord:
@@ -83,6 +88,10 @@ class NativeRunner:
             score_kernel=self._kernels[2].address,
             mix_kernel=self._kernels[3].address,
             tile_rows=tile_rows(isa),
+            unit_rows=max(1, queries_at_once(isa) * config.num_kv_heads // config.num_heads),
+            max_queries=queries_at_once(isa),
+            max_tiles=tiles_at_once(isa),
+            mix_width=mix_width(isa, config.head_size),
             embed=address_of(weights.embed),
             head=address_of(weights.head),
             norm=address_of(weights.norm),
@@ -109,6 +118,7 @@ class NativeRunner:
         return Workspace(
             self.config,
             *self._kinds,
+            self._isa,
             num_threads=self._num_threads,
             max_rows=max_rows,
             max_logits=max_logits,
@@ -147,6 +157,7 @@ class NativeRunner:
         self._batch[0] = BatchRecord(
             num_rows=num_rows,
             num_logits=num_logits,
+            num_sequences=len(batch.num_computed),
             **staged.fields,
             logits=logits.data_ptr(),
             logits_stride=64 * self._vocab_panels,
@@ -206,12 +217,10 @@ class _Staged:
     """A batch's integers side by side in one buffer, and where each array begins."""
 
     def __init__(self, batch: ForwardBatch, block_size: int) -> None:
-        lengths = np.diff(batch.row_starts)
         arrays = {
             "token_ids": batch.token_ids,
             "positions": batch.positions,
             "slots": batch.slot_mapping,
-            "sequences": np.repeat(np.arange(len(lengths)), lengths),
             "row_starts": batch.row_starts,
             "num_computed": batch.num_computed,
             "chain_lens": batch.chain_lens,

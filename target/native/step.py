@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from target.native.attention import attend_rows, lay_units
 from target.native.compiling import native
 from target.native.phases import (
-    attend_rows,
     embed_rows,
     norm_final,
     project_down,
@@ -57,6 +57,8 @@ def run(models: Record, layers: Record, batches: Record, thread: int) -> None:
 @native
 def _forward(model: Record, layers: Record, batch: Record, thread: int) -> None:
     control, num_threads, spin = model.control, model.num_threads, model.spin_ticks
+    if thread == 0:
+        lay_units(model, batch)
     embed_rows(model, batch, thread)
     meet(control, num_threads, spin)
     for index in range(model.num_layers):

@@ -212,6 +212,17 @@ def load_integer(typingctx: Any, bits: Any, address: Any) -> Lowered:
 
 
 @intrinsic
+def store_integer(typingctx: Any, address: Any, value: Any) -> Lowered:
+    """Write an int64."""
+
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        store_at(b, args[1], args[0], 0, 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
 def load_float(typingctx: Any, address: Any) -> Lowered:
     """The float32 at `address`."""
     return types.float32(types.int64), lambda c, b, s, args: load_at(b, args[0], 0, F32, 4)

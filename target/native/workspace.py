@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from target.config import ModelConfig
+from target.native.attention import UNIT_BYTES
+from target.native.attention_tiles import queries_at_once
 from target.native.memory import ALIGNMENT, Arena, address_of
 from target.native.phases import ROWS_NORMED_BY_ALL
 from target.native.tiles import GROUP, MAX_TILE_ROWS, ROW_BYTES
@@ -19,6 +21,7 @@ class Workspace:
         config: ModelConfig,
         body_kind: int,
         head_kind: int,
+        isa: int,
         *,
         num_threads: int,
         max_rows: int,
@@ -37,16 +40,19 @@ class Workspace:
         }
         headed_stride = config.hidden_size // GROUP * head
         group = config.num_heads // config.num_kv_heads
+        unit_queries = max(group, queries_at_once(isa))
         score_stride = 4 * (_rounded(max_context, 16) + 16 + 16)
         own = {
-            "own_floats": 4 * max(config.hidden_size, group * config.head_size),
+            "own_floats": 4 * max(config.hidden_size, unit_queries * config.head_size),
+            "own_queries": 4 * unit_queries * config.head_size,
             "own_tile": MAX_TILE_ROWS * 4 * max(config.head_size, 2 * GROUP),
             "own_rows": ROWS_NORMED_BY_ALL * strides["normed"],
-            "own_scores": group * score_stride,
+            "own_scores": unit_queries * score_stride,
         }
         scratch_stride = sum(_rounded(size, ALIGNMENT) for size in own.values())
         sizes = {name: _rounded(stride * max_rows, ALIGNMENT) for name, stride in strides.items()}
         sizes["headed"] = _rounded(headed_stride * max_logits, ALIGNMENT)
+        sizes["units"] = _rounded(8 + UNIT_BYTES * max_rows, ALIGNMENT)
         sizes["scratch"] = scratch_stride * num_threads
         buffer = Arena(sum(sizes.values())).empty((sum(sizes.values()),), "u1")
         self._buffer = buffer
