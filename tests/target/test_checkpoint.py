@@ -25,7 +25,7 @@ def change_config(folder: Path, **fields: Any) -> None:
 
 def load_error(folder: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
-        load_runner(folder, num_blocks=2, device="cpu")
+        load_runner(folder, num_blocks=2, backend="torch")
     return str(caught.value)
 
 
@@ -116,7 +116,7 @@ def test_a_truncated_model_is_its_first_layers(tmp_path: Path, save_model: SaveM
     truncate_checkpoint(source, tmp_path / "poor", 1)
     reference: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "poor", dtype=torch.float32).eval()
     ids = tokens(12, seed=1)
-    ours = in_chunks(load_runner(tmp_path / "poor", num_blocks=2, device="cpu"), ids, 12, [1])
+    ours = in_chunks(load_runner(tmp_path / "poor", num_blocks=2, backend="torch"), ids, 12, [1])
     with torch.inference_mode():
         assert (ours - reference(torch.tensor([ids])).logits[0]).abs().max() < 1e-3
     assert torch.equal(reference.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)

@@ -27,7 +27,7 @@ def logits_of(model: Any, ids: list[int]) -> torch.Tensor:
 def test_logits_are_those_of_transformers(family: str, save_model: SaveModel) -> None:
     """For every family the logits of 300 tokens, in chunks of 64, differ from transformers' by less than 1e-3."""
     folder, model = save_model(family)
-    runner = load_runner(folder, num_blocks=32, device="cpu")
+    runner = load_runner(folder, num_blocks=32, backend="torch")
     ids = tokens(300, seed=1)
     ours = in_chunks(runner, ids, 64, range(1, 20))
     reference = logits_of(model, ids)
@@ -40,7 +40,7 @@ def test_any_grouping_of_heads(heads: int, kv_heads: int, head_size: int, save_m
     """Every ratio of query to key-value heads, and a head size that is not hidden size / heads, computes alike."""
     shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_size, "hidden_size": 56}
     folder, model = save_model("llama", **shape)
-    runner = load_runner(folder, num_blocks=16, device="cpu")
+    runner = load_runner(folder, num_blocks=16, backend="torch")
     ids = tokens(150, seed=2)
     assert (in_chunks(runner, ids, 150, range(1, 11)) - logits_of(model, ids)).abs().max() < 1e-3
 
@@ -51,7 +51,7 @@ def test_sharded_checkpoints_load_like_whole_ones(save_model: SaveModel) -> None
     sharded, _ = save_model("llama", max_shard_size="60KB")
     assert len(list(sharded.glob("*.safetensors"))) > 2
     ids = tokens(20, seed=3)
-    results = [in_chunks(load_runner(f, num_blocks=4, device="cpu"), ids, 20, [1, 2]) for f in (whole, sharded)]
+    results = [in_chunks(load_runner(f, num_blocks=4, backend="torch"), ids, 20, [1, 2]) for f in (whole, sharded)]
     assert torch.equal(results[0], results[1])
 
 
@@ -82,7 +82,7 @@ def test_the_embedded_model_agrees_with_transformers(embedded_folder: Path) -> N
     question = [{"role": "user", "content": "What is a KV cache? Name 3 uses of it, and write 1 + 22 = 23."}]
     ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
     model = AutoModelForCausalLM.from_pretrained(embedded_folder, dtype=torch.float32).eval()
-    runner = load_runner(embedded_folder, num_blocks=16, device="cpu")
+    runner = load_runner(embedded_folder, num_blocks=16, backend="torch")
     ours, reference = in_chunks(runner, ids, 40, range(1, 16)), logits_of(model, ids)
     assert (ours - reference).abs().max() < 1e-3
     assert torch.equal(ours.argmax(-1), reference.argmax(-1))
@@ -91,7 +91,7 @@ def test_the_embedded_model_agrees_with_transformers(embedded_folder: Path) -> N
 def test_features_are_the_hidden_states(save_model: SaveModel) -> None:
     """Asked layers' hidden states come back for every row: 0 the embedding, -1 the normed last state."""
     folder, model = save_model("llama")
-    runner = load_runner(folder, num_blocks=8, device="cpu")
+    runner = load_runner(folder, num_blocks=8, backend="torch")
     ids = tokens(10, seed=4)
     output = runner.forward(lay_out([BatchEntry(0, ids, [1])], 16, feature_layers=(1, 0, -1)))
     with torch.inference_mode():

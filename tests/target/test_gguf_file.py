@@ -91,7 +91,8 @@ def test_gguf_weights_and_config_are_those_of_the_folder(family: str, architectu
     }
     ids = tokens(20, seed=1)
     results = [
-        in_chunks(load_runner(f, num_blocks=4, device="cpu"), ids, 20, [1, 2]) for f in (converted, tmp_path / "folder")
+        in_chunks(load_runner(f, num_blocks=4, backend="torch"), ids, 20, [1, 2])
+        for f in (converted, tmp_path / "folder")
     ]
     assert torch.allclose(results[0], results[1], atol=1e-5)
 
