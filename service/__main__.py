@@ -1,4 +1,4 @@
-"""The command: `forerun serve`, `fetch`, `simulate`; `python -m service` is the same as `forerun serve`."""
+"""The command: `forerun serve`, `fetch`, …; `python -m service` is the same as `forerun serve`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from service.settings import SettingsError, load_settings
 USAGE = """usage: forerun COMMAND [flags]
 
 commands:
-  serve     serve a model over REST and WebSocket; `forerun serve --help` explains every setting
-  fetch     fetch and convert the embedded model, so that the first start is quick
-  simulate  replay recorded token sequences through lookup proposers, without a model
+  serve       serve a model over REST and WebSocket; `forerun serve --help` explains every setting
+  fetch       fetch and convert the embedded model, so that the first start is quick
+  simulate    replay recorded token sequences through lookup proposers, without a model
+  experiment  create, list, watch, stop and promote A/B experiments of a running service
+  report      write an experiment's report as one HTML file
 """
 
 
@@ -30,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return fetch(rest)
         case "simulate":
             return simulate(rest)
+        case "experiment" | "report":
+            return experiments(command, rest)
         case "--help" | "-h":
             print(USAGE)
             return 0
@@ -57,6 +61,14 @@ def fetch(arguments: Sequence[str]) -> int:
 def simulate(arguments: Sequence[str]) -> int:
     """Replay a log, in a process of its own like `fetch`."""
     return subprocess.run([sys.executable, "-m", "speculation.simulate", *arguments], check=False).returncode
+
+
+def experiments(command: str, arguments: Sequence[str]) -> int:
+    """Ask a running service about its experiments, or change them."""
+    from service.experiments.commands import experiment_command, report_command
+
+    run = report_command if command == "report" else experiment_command
+    return run(arguments, partial(print, flush=True))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import msgspec
 
 from service.choice import Choice, ChoiceDelta
 from service.engine_client import OutputStream
+from service.experiments.manager import Assignment
 from service.generation import Generation
 from service.request_metrics import Metrics, speculative_decoding, timing
 from service.tokenizer import Tokenizer
@@ -31,9 +32,20 @@ class Closing(msgspec.Struct, frozen=True, kw_only=True):
 class Answer:
     """A request under way: its choices, and at the end its bill."""
 
-    def __init__(self, generation: Generation, tokenizer: Tokenizer, stream: OutputStream, arrived_at: float) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        stream: OutputStream,
+        arrived_at: float,
+        assignment: Assignment | None = None,
+    ) -> None:
         """`arrived_at` is when the request arrived, by `time.perf_counter`."""
         self.generation = generation
+        self.assignment = assignment
+        """Its arm, if it takes part in an experiment."""
+        self.is_aborted = False
+        """Whether `abort` has cut it off."""
         self._stream = stream
         self._arrived_at = arrived_at
         self._choices = [Choice(index, generation, tokenizer) for index in range(generation.num_choices)]
@@ -42,6 +54,11 @@ class Answer:
     def is_finished(self) -> bool:
         """Whether every choice has ended and nothing is left to show."""
         return self._stream.is_finished
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """What the response says beside its body."""
+        return {} if self.assignment is None else self.assignment.headers
 
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
         """What is new, one entry a choice that has something new, until every choice has ended.
@@ -59,6 +76,7 @@ class Answer:
 
     def abort(self) -> None:
         """End every choice; their last deltas still come."""
+        self.is_aborted = True
         for submit in range(len(self._choices)):
             self._stream.abort(f"{self.generation.id}-{submit}")
 

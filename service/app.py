@@ -11,9 +11,10 @@ import msgspec
 from aiohttp import web
 
 from service.context import FRONT, add_request_id, openai_errors, request_context
+from service.experiments import handlers as experiment_routes
 from service.front import Front
 from service.generation_routes import chat_completions, completions
-from service.service_routes import live, metrics, model, models, ready, speculation
+from service.service_routes import live, metrics, model, models, ready
 from service.settings import Settings
 from service.supervisor import Supervisor
 from service.websocket import SOCKETS, close_sockets, stream
@@ -37,12 +38,12 @@ def create_app(settings: Settings, engine_command: Sequence[str] | None = None) 
             web.get("/v1/stream", stream),
             web.get("/v1/models", models),
             web.get("/v1/models/{name:.+}", model),
-            web.get("/v1/speculation", speculation),
             web.get("/health/live", live),
             web.get("/health/ready", ready),
             web.get("/metrics", metrics),
         ]
     )
+    experiment_routes.setup(app, app[FRONT].experiments)
     app.on_response_prepare.append(add_request_id)
     app.on_shutdown.append(close_sockets)
     app.cleanup_ctx.append(engine)

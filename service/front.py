@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 
 import msgspec
 import structlog
@@ -13,16 +14,24 @@ from service.admission import Admission
 from service.answer import Answer
 from service.engine_client import EngineClient, EngineRejectedError, EngineUnavailableError
 from service.errors import ApiError
+from service.experiments.assignment import RequestFacts
+from service.experiments.manager import Assignment, Experiments, Served
+from service.experiments.participation import Participation, taking_part
+from service.experiments.store import MemoryExperimentStore
+from service.generation import Generation
 from service.interpreter import Interpreter
 from service.metrics import ServiceMetrics
+from service.origin import Origin
 from service.schema import ChatCompletionRequest, CompletionRequest
 from service.served_model import ServedModel
 from service.settings import Settings
-from speculation.messages import Ready, SpeculationConfig, Stats, method_of
+from speculation.messages import Ready, SpeculationConfig, Stats, method_of, resolve
 
 _log = structlog.get_logger("forerun.generation")
 
 GenerationBody = ChatCompletionRequest | CompletionRequest
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/stream")
+"""Where requests for generation come in."""
 
 
 class Front:
@@ -36,6 +45,7 @@ class Front:
         self.became_ready = asyncio.Event()
         """Set when the first engine serves."""
         self._model: ServedModel | None = None
+        self.experiments = Experiments(MemoryExperimentStore(), served=self._served, initial_profiles=settings.profiles)
 
     @property
     def is_ready(self) -> bool:
@@ -51,8 +61,8 @@ class Front:
 
     @property
     def profiles(self) -> dict[str, SpeculationConfig]:
-        """What a request's `speculation` may name: the operator's profiles, and each method with its defaults."""
-        return {**method_profiles(self.model.ready.methods), **self.settings.profiles}
+        """What a request's `speculation` may name: profiles, and each method with its defaults."""
+        return {**method_profiles(self.model.ready.methods), **self.experiments.configs}
 
     async def load(self, ready: Ready) -> None:
         """A new engine is about to serve. Raises ValueError if its model's folder cannot be used."""
@@ -67,8 +77,8 @@ class Front:
         self.metrics.restarts.inc()
 
     @asynccontextmanager
-    async def generate(self, generation_id: str, body: GenerationBody, arrived_at: float) -> AsyncIterator[Answer]:
-        """The answer to a request; leaving the context early ends it. `arrived_at` is by `time.perf_counter`.
+    async def generate(self, generation_id: str, body: GenerationBody, origin: Origin) -> AsyncIterator[Answer]:
+        """The answer to a request; leaving the context early ends it.
 
         Raises `ApiError` for what cannot be served, on entering or while the answer is read.
         """
@@ -82,15 +92,66 @@ class Front:
             else:
                 generation = await asyncio.to_thread(interpreter.completion, generation_id, body)
             self.admission.check_room(self.client.num_live, generation.num_choices, capacity)
-            async with self.client.submit(generation.submits()) as stream:
-                answer = Answer(generation, model.tokenizer, stream, arrived_at)
-                yield answer
-                if stream.is_finished:
-                    self._note_answer(answer, method_of(generation.speculation or self.settings.engine.speculation))
+            assignment = self._assign(generation, body, origin)
+            generation = replace(generation, speculation=self._speculation(generation, assignment))
+            with taking_part(self.experiments, assignment) as part:
+                async with self.client.submit(generation.submits()) as stream:
+                    answer = Answer(generation, model.tokenizer, stream, origin.arrived_at, assignment)
+                    yield answer
+                    if stream.is_finished:
+                        self._note_answer(answer, part)
 
-    def _note_answer(self, answer: Answer, method: str) -> None:
+    def _assign(self, generation: Generation, body: GenerationBody, origin: Origin) -> Assignment | None:
+        """The arm of a request, if it takes part in an experiment that this engine can serve."""
+        facts = RequestFacts(
+            request_id=generation.id,
+            model=self.model.name,
+            route=origin.route,
+            num_prompt_tokens=sum(len(prompt.token_ids) for prompt in generation.prompts),
+            arrived_at=origin.arrived_at_epoch,
+            queue_depth=float(self.client.num_live),
+            headers=origin.headers,
+            user=body.user,
+            has_own_speculation=body.speculation is not None,
+        )
+        assignment = self.experiments.assign(facts)
+        return assignment if assignment is not None and self._can_serve(assignment.speculation) else None
+
+    def _speculation(self, generation: Generation, assignment: Assignment | None) -> SpeculationConfig | None:
+        """The arm's, else the request's own, else the default profile's; None is the engine's default."""
+        if assignment is not None:
+            return assignment.speculation
+        default = self.experiments.default
+        if generation.speculation is None and default is not None and self._can_serve(default):
+            return default
+        return generation.speculation
+
+    def _can_serve(self, config: SpeculationConfig) -> bool:
+        """Profiles and experiments may have been made for a service that had more methods."""
+        try:
+            resolve(config, set(self.model.ready.methods))
+        except ValueError:
+            return False
+        return True
+
+    def _served(self) -> Served:
+        """What experiments can be made for; as long as no engine has told, anything."""
+        model = self._model
+        if model is None:
+            return Served(routes=ROUTES)
+        return Served(
+            methods=frozenset(model.ready.methods),
+            models=(model.name,),
+            routes=ROUTES,
+            max_prompt_tokens=model.context_length,
+        )
+
+    def _note_answer(self, answer: Answer, part: Participation) -> None:
         closing = answer.closing
+        method = method_of(answer.generation.speculation or self.settings.engine.speculation)
         self.metrics.observe(closing, method)
+        if not answer.is_aborted:
+            part.finish(closing.metrics.timing)
         timing, guessed = closing.metrics.timing, closing.metrics.speculative_decoding
         _log.info(
             "generation",

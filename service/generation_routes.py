@@ -14,6 +14,7 @@ from service.errors import ApiError
 from service.event_stream import ClientStalledError, EventStream
 from service.formats import AnswerFormat, ChatFormat, CompletionFormat
 from service.front import GenerationBody
+from service.origin import Origin
 from service.schema import ChatCompletionRequest, CompletionRequest
 from service.validation import parse_body
 
@@ -57,13 +58,16 @@ async def respond(
 ) -> web.StreamResponse:
     """Answer a request, whole or as a stream. A client that leaves cancels this, and so ends the generation."""
     front = request.app[FRONT]
+    origin = Origin(route=request.path, headers=request.headers, arrived_at=request[ARRIVED_AT])
     if not body.stream:
-        async with front.generate(generation_id, body, request[ARRIVED_AT]) as answer:
+        async with front.generate(generation_id, body, origin) as answer:
             whole = await _collect(answer)
-            return web.Response(body=style.whole(whole, answer.closing), content_type="application/json")
+            encoded = style.whole(whole, answer.closing)
+            return web.Response(body=encoded, content_type="application/json", headers=answer.headers)
     events = EventStream(request, stall_seconds=front.settings.server.stall_seconds)
     try:
-        async with front.generate(generation_id, body, request[ARRIVED_AT]) as answer:
+        async with front.generate(generation_id, body, origin) as answer:
+            events.response.headers.update(answer.headers)
             await _stream(answer, events, style, with_usage=wants_usage(body))
     except ApiError as error:
         if not events.has_begun:

@@ -1,4 +1,4 @@
-"""The routes that say what is served and how it is: models, speculation, health, metrics."""
+"""The routes that say what is served and how it is: models, health, metrics."""
 
 from __future__ import annotations
 
@@ -9,15 +9,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from service.context import FRONT
 from service.responses import Model, ModelList
 from service.served_model import ServedModel
-from speculation.messages import SpeculationConfig
-
-
-class SpeculationOverview(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of /v1/speculation."""
-
-    default: SpeculationConfig
-    methods: list[str]
-    profiles: dict[str, SpeculationConfig]
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -38,14 +29,6 @@ async def model(request: web.Request) -> web.Response:
     served = request.app[FRONT].model
     served.check_name(request.match_info["name"])
     return json_response(describe(served))
-
-
-async def speculation(request: web.Request) -> web.Response:
-    front = request.app[FRONT]
-    overview = SpeculationOverview(
-        default=front.settings.engine.speculation, methods=front.model.ready.methods, profiles=front.profiles
-    )
-    return json_response(overview)
 
 
 async def live(_: web.Request) -> web.Response:

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import structlog
 from aiohttp import WSCloseCode, WSMsgType, web
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 from yarl import URL
 
 from service.answer import Answer, Closing
@@ -19,6 +19,7 @@ from service.context import FRONT
 from service.errors import ApiError, ErrorBody
 from service.event_stream import drop, limit_writes
 from service.front import Front, GenerationBody
+from service.origin import Origin
 from service.request_metrics import Metrics
 from service.responses import Usage
 from service.schema import ChatCompletionRequest, CompletionRequest
@@ -57,6 +58,9 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     model: str
     seed: int
     prompt_tokens: int
+    experiment: str | UnsetType = UNSET
+    """The experiment that the request takes part in, and its arm there."""
+    arm: str | UnsetType = UNSET
 
 
 class Token(msgspec.Struct, frozen=True):
@@ -189,10 +193,10 @@ class Conversation:
 
     async def _serve(self, message_id: str, body: GenerationBody) -> None:
         """One generation, from `started` to `finished` or `error`."""
-        arrived_at = time.perf_counter()
+        origin = Origin(route=self._request.path, headers=self._request.headers, arrived_at=time.perf_counter())
         generation_id = f"ws-{uuid.uuid4().hex}"
         try:
-            async with self._front.generate(generation_id, body, arrived_at) as answer:
+            async with self._front.generate(generation_id, body, origin) as answer:
                 await self._answer(message_id, answer)
         except ApiError as error:
             _log.info("generation failed", generation=generation_id, status=error.status, reason=str(error))
@@ -201,13 +205,15 @@ class Conversation:
             del self._running[message_id]
 
     async def _answer(self, message_id: str, answer: Answer) -> None:
-        generation = answer.generation
+        generation, assignment = answer.generation, answer.assignment
         await self._send(
             Started(
                 id=message_id,
                 model=self._front.model.name,
                 seed=generation.sampling.seed,
                 prompt_tokens=sum(len(prompt.token_ids) for prompt in generation.prompts),
+                experiment=UNSET if assignment is None else assignment.experiment,
+                arm=UNSET if assignment is None else assignment.arm,
             )
         )
         self._running[message_id].begin(answer)
