@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -14,15 +14,17 @@ from service.context import FRONT, add_request_id, openai_errors, request_contex
 from service.experiments import handlers as experiment_routes
 from service.front import Front
 from service.generation_routes import chat_completions, completions
+from service.pool.devices import place_engines
+from service.pool.local import LocalEngine, LocalEngines
 from service.service_routes import live, metrics, model, models, ready
 from service.settings import Settings
-from service.supervisor import Supervisor
 from service.websocket import SOCKETS, close_sockets, stream
 
-SUPERVISOR = web.AppKey("supervisor", Supervisor)
-ENGINE_COMMAND = web.AppKey[Sequence[str]]("engine_command")
+ENGINES = web.AppKey("engines", LocalEngines)
+ENGINE_COMMAND = web.AppKey[Callable[[str], Sequence[str]]]("engine_command")
+"""Of an engine on a device."""
 ENGINE_LIFE = web.AppKey[asyncio.Task[None]]("engine_life")
-"""Ends when the engine is gone for good: after a drain, or with `EngineStartError`."""
+"""Ends when every engine is gone for good: after a drain, or with `EngineStartError`."""
 
 
 def create_app(settings: Settings, engine_command: Sequence[str] | None = None) -> web.Application:
@@ -30,7 +32,7 @@ def create_app(settings: Settings, engine_command: Sequence[str] | None = None) 
     app = web.Application(middlewares=[request_context, openai_errors], client_max_size=settings.limits.max_body_bytes)
     app[FRONT] = Front(settings)
     app[SOCKETS] = set()
-    app[ENGINE_COMMAND] = tuple(engine_command or default_engine_command(settings))
+    app[ENGINE_COMMAND] = lambda device: engine_command or default_engine_command(settings, device)
     app.add_routes(
         [
             web.post("/v1/chat/completions", chat_completions),
@@ -46,28 +48,37 @@ def create_app(settings: Settings, engine_command: Sequence[str] | None = None) 
     experiment_routes.setup(app, app[FRONT].experiments)
     app.on_response_prepare.append(add_request_id)
     app.on_shutdown.append(close_sockets)
-    app.cleanup_ctx.append(engine)
+    app.cleanup_ctx.append(engines)
     return app
 
 
-def default_engine_command(settings: Settings) -> list[str]:
+def default_engine_command(settings: Settings, device: str) -> list[str]:
     """How an engine is started; the socket is added by who starts it."""
-    return [sys.executable, "-m", "speculation.worker", "--settings", msgspec.json.encode(settings.engine).decode()]
+    engine = msgspec.structs.replace(settings.engine, device=device)
+    return [sys.executable, "-m", "speculation.worker", "--settings", msgspec.json.encode(engine).decode()]
 
 
-async def engine(app: web.Application) -> AsyncIterator[None]:
-    """The engine, from start to end: a supervisor, and the task that runs it."""
-    front, server = app[FRONT], app[FRONT].settings.server
-    supervisor = app[SUPERVISOR] = Supervisor(
-        app[ENGINE_COMMAND],
+async def engines(app: web.Application) -> AsyncIterator[None]:
+    """The engines, from start to end: what starts them again, and the task that runs it."""
+    front, settings = app[FRONT], app[FRONT].settings
+    places = place_engines(settings.engine.device, settings.pool.engines)
+    local = app[ENGINES] = LocalEngines(
+        [
+            LocalEngine(f"engine-{index}", app[ENGINE_COMMAND](place.device), place.cores)
+            for index, place in enumerate(places)
+        ],
         front.client,
         on_ready=front.load,
         on_lost=front.lose,
-        load_seconds=server.load_seconds,
-        restart_seconds=server.restart_seconds,
+        load_seconds=settings.server.load_seconds,
+        restart_seconds=settings.server.restart_seconds,
+        silence_seconds=settings.pool.silence_seconds,
     )
-    task = app[ENGINE_LIFE] = asyncio.create_task(supervisor.run(), name="engine")
+    waiting = asyncio.create_task(front.client.run(), name="waiting sequences")
+    task = app[ENGINE_LIFE] = asyncio.create_task(local.run(), name="engines")
     yield
-    task.cancel()
-    with suppress(asyncio.CancelledError, Exception):  # whoever awaited it before has reported its error
-        await task
+    for each in (task, waiting):
+        each.cancel()
+        with suppress(asyncio.CancelledError, Exception):  # whoever awaited it before has reported its error
+            await each
+    await front.store.store.close()

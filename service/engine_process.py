@@ -7,19 +7,14 @@ import os
 import signal
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from speculation.framing import FrameReader, FramingError, encode_frame
+from service.engine_link import READ_BYTES, EngineDiedError, EngineLink
 from speculation.messages import Command, Event
 
-READ_BYTES = 256 * 1024
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-class EngineDiedError(Exception):
-    """The engine process ended, or its connection did; the message says how."""
 
 
 class EngineProcess:
@@ -29,59 +24,57 @@ class EngineProcess:
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self._process = process
-        self._reader = reader
-        self._writer = writer
+        self._link = EngineLink(reader, writer, end=self._kill)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def send(self, command: Command) -> None:
-        """Queue a command. A dead engine is noticed by `events`, not here."""
-        if not self._writer.is_closing():
-            self._writer.write(encode_frame(command))
+        """See `EngineLink`."""
+        self._link.send(command)
 
-    async def events(self) -> AsyncGenerator[Event, None]:
-        """What the engine says, until it is gone. Raises `EngineDiedError` at the end, whatever ended it."""
-        frames = FrameReader[Event](Event)
+    async def events(self, silence_seconds: float) -> AsyncGenerator[Event, None]:
+        """See `EngineLink`. One that falls silent is killed: it may be stopped, and would not notice anything else."""
         try:
-            while data := await self._reader.read(READ_BYTES):
-                for event in frames.feed(data):
+            async with aclosing(self._link.events(silence_seconds)) as events:
+                async for event in events:
                     yield event
-        except (OSError, FramingError) as error:
-            raise EngineDiedError(f"the connection to the engine broke: {error}") from error
-        raise EngineDiedError(await self._how_it_ended())
+        except EngineDiedError as died:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._process.wait()
+            ending = describe_exit(self._process.returncode)
+            raise EngineDiedError(f"{died}{ending}") from died
 
     async def wait(self) -> int:
         """The exit status, when the process has ended."""
         return await self._process.wait()
 
-    async def _how_it_ended(self) -> str:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await self._process.wait()
-        return describe_exit(self._process.returncode)
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def describe_exit(returncode: int | None) -> str:
-    """How a process ended, in words."""
+    """How a process ended, in words that go on with a sentence; empty if it has not."""
     if returncode is None:
-        return "the engine closed its connection"
+        return ""
     if returncode < 0:
-        return f"the engine was ended by {signal.Signals(-returncode).name}"
-    return f"the engine exited with status {returncode}"
+        return f"; its process was ended by {signal.Signals(-returncode).name}"
+    return f"; its process exited with status {returncode}"
 
 
 @asynccontextmanager
 async def start_engine(
-    command: Sequence[str], *, connect_seconds: float, stop_seconds: float
+    command: Sequence[str], *, connect_seconds: float, stop_seconds: float, cores: Sequence[int] | None = None
 ) -> AsyncIterator[EngineProcess]:
     """Start `command` with `--socket PATH` behind it and wait until it connects there; at the end it is gone.
 
     The socket lies in a folder that only this user can enter. The process is in a session of its own, so that a
     signal from the terminal does not reach it before the front has finished its requests. An engine ends when its
     connection does, and so also when the front is killed. Raises `EngineDiedError` if it ends, or takes longer than
-    `connect_seconds`, before it connects.
+    `connect_seconds`, before it connects. `cores` are those it keeps to.
     """
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="forerun-"))
@@ -104,6 +97,9 @@ async def start_engine(
             start_new_session=True,
         )
         stack.push_async_callback(_stop, process, connected, stop_seconds)
+        if cores is not None:
+            with suppress(OSError):  # it has ended already, or may not be told
+                os.sched_setaffinity(process.pid, cores)
         reader, writer = await _connection(process, connected, connect_seconds)
         stack.callback(writer.close)
         yield EngineProcess(process, reader, writer)
@@ -123,7 +119,7 @@ async def _connection(
     if connected.done():
         return connected.result()
     if process.returncode is not None:
-        raise EngineDiedError(describe_exit(process.returncode))
+        raise EngineDiedError(f"it did not connect{describe_exit(process.returncode)}")
     raise EngineDiedError(f"the engine did not connect within {connect_seconds:g} s")
 
 

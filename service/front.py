@@ -12,7 +12,7 @@ import structlog
 
 from service.admission import Admission
 from service.answer import Answer
-from service.engine_client import EngineClient, EngineRejectedError, EngineUnavailableError
+from service.engine_client import EngineRejectedError, EngineUnavailableError
 from service.errors import ApiError
 from service.experiments.assignment import RequestFacts
 from service.experiments.manager import Assignment, Experiments, Served
@@ -22,6 +22,10 @@ from service.generation import Generation
 from service.interpreter import Interpreter
 from service.metrics import ServiceMetrics
 from service.origin import Origin
+from service.pool.engine_pool import EnginePool
+from service.pool.prefixes import Prefixes
+from service.pool.routing import ROUTINGS
+from service.pool.store import open_store
 from service.schema import ChatCompletionRequest, CompletionRequest
 from service.served_model import ServedModel
 from service.settings import Settings
@@ -41,7 +45,16 @@ class Front:
         self.settings = settings
         self.admission = Admission()
         self.metrics = ServiceMetrics()
-        self.client = EngineClient(self._note_stats, self.metrics.inter_token.observe)
+        self.store = open_store(settings.pool)
+        self.prefixes = Prefixes(self.store.guarded)
+        self.client = EnginePool(
+            ROUTINGS[settings.pool.routing](),
+            self.prefixes,
+            on_stats=self._note_stats,
+            on_gap=self.metrics.inter_token.observe,
+            failover_seconds=settings.pool.failover_seconds,
+            failover_attempts=settings.pool.failover_attempts,
+        )
         self.became_ready = asyncio.Event()
         """Set when the first engine serves."""
         self._model: ServedModel | None = None
@@ -66,14 +79,14 @@ class Front:
 
     async def load(self, ready: Ready) -> None:
         """A new engine is about to serve. Raises ValueError if its model's folder cannot be used."""
-        if self._model is None or self._model.ready != ready:
+        if self._model is None or self._model.ready.model_folder != ready.model_folder:
             self._model = await asyncio.to_thread(ServedModel.load, self.settings, ready)
         self.metrics.engine.is_up = True
         self.became_ready.set()
 
     def lose(self) -> None:
-        """The engine has died and will be replaced."""
-        self.metrics.engine.is_up = False
+        """An engine has died and will be replaced."""
+        self.metrics.engine.is_up = self.client.ready is not None
         self.metrics.restarts.inc()
 
     @asynccontextmanager
@@ -84,7 +97,9 @@ class Front:
         """
         with self.admission.enter(), _engine_errors():
             model = self.model
-            capacity = model.ready.max_waiting + self.settings.engine.max_num_seqs
+            if self.client.ready is None:
+                raise ApiError.unavailable("no engine is ready; try again shortly", "engine_not_ready")
+            capacity = self.client.capacity
             self.admission.check_room(self.client.num_live, body.n or 1, capacity)
             interpreter = Interpreter(model, self.settings.limits, self.profiles)
             if isinstance(body, ChatCompletionRequest):

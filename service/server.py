@@ -11,7 +11,7 @@ from contextlib import suppress
 import structlog
 from aiohttp import web
 
-from service.app import ENGINE_LIFE, SUPERVISOR, create_app
+from service.app import ENGINE_LIFE, ENGINES, create_app
 from service.context import FRONT
 from service.engine_client import EngineUnavailableError
 from service.front import Front
@@ -73,7 +73,7 @@ async def _until_stopped(app: web.Application, url: str, stop: asyncio.Event, an
         _log.warning("requests are cut off", num_live=front.client.num_live)
         front.client.end_all(EngineUnavailableError("the service is shutting down", "shutting_down"))
         await front.admission.drain(FAREWELL_SECONDS)
-    app[SUPERVISOR].drain()
+    app[ENGINES].drain()
     await asyncio.wait({engine}, timeout=FAREWELL_SECONDS)
     return 0
 

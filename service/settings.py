@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from service.errors import did_you_mean
+from service.pool.settings import ListenerSettings, PoolSettings, TenantSettings
 from service.validation import explain
 from speculation.messages import SpeculationConfig
 from speculation.settings import EngineSettings, PositiveInt
@@ -65,6 +66,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     server: ServerSettings = ServerSettings()
     limits: LimitSettings = LimitSettings()
     engine: EngineSettings = EngineSettings()
+    pool: PoolSettings = PoolSettings()
+    tenants: TenantSettings = TenantSettings()
+    listener: ListenerSettings = ListenerSettings()
     profiles: dict[str, SpeculationConfig] = {}
     """Named speculation configs that a request can ask for. In the file only: `[profiles.NAME]`."""
 

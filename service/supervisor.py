@@ -8,8 +8,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
-from service.engine_client import EngineClient, EngineUnavailableError
-from service.engine_process import EngineDiedError, EngineProcess, start_engine
+from service.engine_client import EngineUnavailableError
+from service.engine_link import EngineDiedError
+from service.engine_process import EngineProcess, start_engine
+from service.pool.member import Member
 from speculation.messages import Event, Ready
 
 FIRST_PAUSE_SECONDS = 0.1
@@ -27,21 +29,26 @@ class Supervisor:
     def __init__(
         self,
         command: Sequence[str],
-        client: EngineClient,
+        member: Member,
         *,
         on_ready: Callable[[Ready], Awaitable[None]],
         on_lost: Callable[[], None],
         load_seconds: float,
         restart_seconds: float,
+        silence_seconds: float,
         stop_seconds: float = 5.0,
+        cores: Sequence[int] | None = None,
     ) -> None:
+        """`cores` are those the process keeps to; None for all."""
         self._command = command
-        self._client = client
+        self._member = member
         self._on_ready = on_ready
         self._on_lost = on_lost
         self._load_seconds = load_seconds
         self._restart_seconds = restart_seconds
+        self._silence_seconds = silence_seconds
         self._stop_seconds = stop_seconds
+        self._cores = cores
         self._draining = asyncio.Event()
         self._has_served = False
         self._log = structlog.get_logger("forerun.supervisor")
@@ -51,7 +58,7 @@ class Supervisor:
     def drain(self) -> None:
         """Let the engine finish and exit, and do not start it again: `run` then returns."""
         self._draining.set()
-        self._client.drain()
+        self._member.drain()
 
     async def run(self) -> None:
         """Serve until `drain` or cancellation. Raises `EngineStartError` if the first engine never serves."""
@@ -74,15 +81,18 @@ class Supervisor:
     async def _live(self) -> None:
         """One engine from start to death; always raises `EngineDiedError` in the end."""
         async with start_engine(
-            self._command, connect_seconds=self._load_seconds, stop_seconds=self._stop_seconds
+            self._command,
+            connect_seconds=self._load_seconds,
+            stop_seconds=self._stop_seconds,
+            cores=self._cores,
         ) as process:
-            events = process.events()
+            events = process.events(self._silence_seconds)
             try:
                 await self._load(process, events.__anext__())
                 async for event in events:
                     if isinstance(event, Ready):
                         raise EngineDiedError("the engine announced itself twice")
-                    self._client.dispatch(event)
+                    self._member.dispatch(event)
             except EngineDiedError as died:
                 self._lose(EngineUnavailableError(f"the engine stopped while this request ran ({died})", "engine_died"))
                 raise
@@ -105,13 +115,13 @@ class Supervisor:
             await self._on_ready(ready)
         except ValueError as error:
             raise EngineStartError(str(error)) from error
-        self._client.attach(ready, process.send)
+        self._member.attach(ready, process.send)
         self.pid, self._has_served = process.pid, True
         self._log.info("engine ready", pid=process.pid, engine=ready.description, blocks=ready.num_blocks)
 
     def _lose(self, error: EngineUnavailableError) -> None:
         """Tell everybody at once, before the process is certainly gone."""
         self.pid = None
-        self._client.detach(error)
+        self._member.detach(error)
         if self._has_served and not self._draining.is_set():
             self._on_lost()

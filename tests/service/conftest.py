@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from service.app import ENGINE_LIFE, SUPERVISOR, create_app
+from service.app import ENGINE_LIFE, ENGINES, create_app
 from service.context import FRONT
 from service.front import Front
 from service.server import create_runner, url_of
@@ -120,7 +120,7 @@ class Service:
 
     @property
     def supervisor(self) -> Supervisor:
-        return self.app[SUPERVISOR]
+        return next(iter(self.app[ENGINES].supervisors.values()))
 
     async def supervisor_life(self) -> None:
         """Wait until the engine is gone for good; raises what it ended with."""

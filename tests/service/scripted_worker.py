@@ -2,7 +2,8 @@
 
 It speaks the real protocol. The answer to a prompt is its ordinary tokens (ids above 2), turned by the seed, again and
 again; after one round it ends with token 2, unless the request ignores that. With speculation it gives three tokens a
-step, without one. A request's `cache_salt` can ask for trouble: see `TROUBLE`.
+step, without one. What was generated elsewhere it takes as generated. A request's `cache_salt` can ask for trouble: see
+`TROUBLE`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import select
 import signal
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -38,11 +39,13 @@ from speculation.settings import EngineSettings
 EOS = 2
 TROUBLE = {
     "die": "the engine kills itself at the second step of this request",
+    "hang": "the engine stops, as by SIGSTOP, at the second step of this request",
     "slow": "a step takes 20 ms while this request runs",
     "refuse": "the request is rejected as overloaded",
     "invalid": "the request is rejected as invalid",
 }
 VOCABULARY = 512
+HEARTBEAT_SECONDS = 0.2
 
 
 @dataclass
@@ -50,15 +53,18 @@ class Running:
     """One sequence."""
 
     submit: Submit
-    num_tokens: int = 0
+    num_tokens: int = field(init=False)
     num_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.submit.output_token_ids)
 
     def step(self) -> SequenceOutput:
         sampling = self.submit.sampling
         pool = [token for token in self.submit.prompt_token_ids if token > EOS] or [3]
         guessed = 0 if isinstance(self.submit.speculation, NoSpeculation) else 2
         source = "prediction" if self.submit.prediction_token_ids else "ngram"
-        first = self.num_tokens == 0
+        first = self.num_steps == 0
         self.num_steps += 1
         token_ids: list[int] = []
         reason = stop = None
@@ -131,11 +137,13 @@ class ScriptedEngine:
                 methods=["none", "ngram"],
                 max_waiting=self._settings.max_waiting,
                 description="a script",
+                max_num_seqs=self._settings.max_num_seqs,
+                heartbeat_seconds=HEARTBEAT_SECONDS,
             )
         )
         frames = FrameReader[Command](Command)
         while self._running or not self._draining:
-            readable, _, _ = select.select([self._connection], [], [], 0 if self._running else None)
+            readable, _, _ = select.select([self._connection], [], [], 0 if self._running else HEARTBEAT_SECONDS)
             if readable:
                 data = self._connection.recv(1 << 16)
                 if not data:
@@ -164,8 +172,9 @@ class ScriptedEngine:
     def _step(self) -> None:
         self._num_steps += 1
         salts = {running.submit.cache_salt for running in self._running.values()}
-        if any(running.submit.cache_salt == "die" and running.num_steps for running in self._running.values()):
-            os.kill(os.getpid(), signal.SIGKILL)
+        for salt, number in (("die", signal.SIGKILL), ("hang", signal.SIGSTOP)):
+            if any(running.submit.cache_salt == salt and running.num_steps for running in self._running.values()):
+                os.kill(os.getpid(), number)
         if "slow" in salts:
             time.sleep(0.02)
         outputs = [running.step() for running in self._running.values()]

@@ -195,12 +195,16 @@ async def test_an_id_is_used_once_at_a_time(start_service: StartService) -> None
 
 
 async def test_a_dead_engine_is_reported_on_the_socket(service: Service) -> None:
-    """Every live generation gets an error, and the same socket serves again when the engine is back."""
+    """What kills engines gets an error in the end, its neighbour all of its tokens, and the same socket serves on."""
     async with talk_to(service) as talk:
-        await talk.generate("a", {"prompt": "hi there", "cache_salt": "die", "max_tokens": 50})
-        await talk.generate("b", {**LONG})
+        await talk.generate("b", {**LONG, "max_tokens": 100})
+        while (await talk.next())["type"] != "tokens":
+            pass
+        killer = {"prompt": "hi there", "cache_salt": "die", "max_tokens": 50, "ignore_eos": True}
+        await talk.generate("a", killer)
         seen = await talk.until_ended("a", "b")
-        assert {messages[-1]["error"]["code"] for messages in seen.values()} <= {"engine_died", "engine_not_ready"}
+        assert seen["a"][-1]["error"]["code"] == "engine_died"
+        assert seen["b"][-1]["usage"]["completion_tokens"] == 100
         await service.until(lambda: service.front.is_ready)
         await talk.generate("c", {"prompt": "hi", "max_tokens": 2})
         assert (await talk.until_ended("c"))["c"][-1]["type"] == "finished"

@@ -1,0 +1,141 @@
+"""One engine of the pool as the front sees it, from its first announcement over all its restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from service.engine_client import EngineUnavailableError
+from service.pool.routing import Load
+from service.pool.statistics import Totals
+from speculation.messages import (
+    Abort,
+    Alive,
+    BlocksChanged,
+    Command,
+    Drain,
+    Event,
+    Ready,
+    Rejected,
+    Stats,
+    StepOutputs,
+    Submit,
+)
+
+if TYPE_CHECKING:
+    from service.pool.engine_pool import EnginePool
+    from service.pool.flight import Flight
+
+Send = Callable[[Command], None]
+
+
+class Member:
+    """Made by `EnginePool.add`. `attach`, `dispatch` and `detach` follow the lives of one engine process."""
+
+    def __init__(self, pool: EnginePool, engine_id: str, address: str) -> None:
+        """`address` is where it is reached: host:port, or "local" for a process of this front's own."""
+        self.engine_id = engine_id
+        self.address = address
+        self.ready: Ready | None = None
+        """What it said when it became ready; None while it does not serve."""
+        self.flights: dict[str, Flight] = {}
+        self.totals = Totals()
+        self.is_draining = False
+        self.num_deaths = 0
+        self.sequence_seconds = 0.0
+        """How long a sequence lasts here, of late."""
+        self.on_blocks: Callable[[BlocksChanged], None] | None = None
+        """Who wants to know what it holds."""
+        self._pool = pool
+        self._send: Send | None = None
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it takes new sequences."""
+        return self.ready is not None and not self.is_draining
+
+    @property
+    def state(self) -> str:
+        """One of "loading" (the first time or again), "serving", "draining" and "drained"."""
+        if self.is_draining:
+            return "drained" if self.ready is None else "draining"
+        return "loading" if self.ready is None else "serving"
+
+    @property
+    def capacity(self) -> int:
+        """How many sequences it runs and queues."""
+        return self.ready.max_waiting + self.ready.max_num_seqs if self.ready is not None else 0
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a sequence that fits here."""
+        ready = self.ready
+        return 0 if ready is None else min(ready.max_model_len, (ready.num_blocks - 1) * ready.block_size)
+
+    def load(self, typical_tokens: float) -> Load:
+        """What it has before it. `typical_tokens` is what a prompt costs of which nothing is known."""
+        stats = self.totals.latest
+        prefilling = [flight for flight in self.flights.values() if flight.is_prefilling]
+        foreign_waiting = max((stats.num_waiting if stats else 0) - len(prefilling), 0)
+        foreign = max((stats.num_waiting + stats.num_running if stats else 0) - len(self.flights), 0)
+        return Load(
+            pending_tokens=sum(flight.num_uncached_tokens for flight in prefilling) + foreign_waiting * typical_tokens,
+            num_live=len(self.flights) + foreign,
+            max_num_seqs=self.ready.max_num_seqs if self.ready is not None else 0,
+            prefill_tokens_per_second=stats.prefill_tokens_per_second if stats else 0.0,
+            sequence_seconds=self.sequence_seconds,
+        )
+
+    def attach(self, ready: Ready, send: Send) -> None:
+        """It serves; commands for it go to `send`."""
+        self.ready, self._send = ready, send
+        if self.is_draining:
+            send(Drain())
+        self._pool.joined()
+
+    def detach(self, error: EngineUnavailableError) -> None:
+        """It is gone: what it had goes on elsewhere, unless nothing goes on at all."""
+        had_served = self.ready is not None
+        self.ready = self._send = None
+        self.totals.end_life()
+        if had_served:
+            self.num_deaths += 1
+        flights, self.flights = self.flights, {}
+        self._pool.lost(self, list(flights.values()), error)
+
+    def dispatch(self, event: Event) -> None:
+        """Hand on an event of the engine."""
+        match event:
+            case StepOutputs():
+                for output in event.outputs:
+                    if (flight := self.flights.get(output.request_id)) is not None:
+                        self._pool.deliver(flight, output)
+            case Rejected():
+                if (flight := self.flights.pop(event.request_id, None)) is not None:
+                    self._pool.rejected(self, flight, event)
+            case Stats():
+                self.totals.latest = event
+                self._pool.note_stats()
+            case BlocksChanged():
+                if self.on_blocks is not None:
+                    self.on_blocks(event)
+            case Alive() | Ready():
+                pass
+
+    def take(self, flight: Flight, submit: Submit) -> None:
+        """Send a sequence here. Only while it serves."""
+        assert self._send is not None
+        self.flights[flight.request_id] = flight
+        self._send(submit)
+
+    def abort(self, request_id: str) -> None:
+        """End a sequence; its last output still comes."""
+        if self._send is not None:
+            self._send(Abort(request_id))
+
+    def drain(self) -> None:
+        """Let it finish what it has and exit. It is given nothing more."""
+        if not self.is_draining:
+            self.is_draining = True
+            if self._send is not None:
+                self._send(Drain())

@@ -1,0 +1,88 @@
+"""What an operator can set about the pool: sections of the settings tree."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Seconds = Annotated[float, Meta(gt=0.0)]
+PositiveInt = Annotated[int, Meta(ge=1)]
+
+
+class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which engines serve, how requests are spread over them, and what they share."""
+
+    engines: Annotated[
+        int,
+        Meta(ge=0, description="engines that this process starts, one a device; 0 uses those found in the store"),
+    ] = 1
+    routing: Annotated[
+        Literal["least_ttft", "prefix_only", "round_robin", "random"],
+        Meta(description="who gets a request: the engine whose first token is predicted soonest, or by a simpler rule"),
+    ] = "least_ttft"
+    store: Annotated[
+        str,
+        Meta(
+            description='where engines and fronts find each other: "memory" for one process alone, or redis://…',
+            pattern=r"^(memory|(redis|rediss|unix)://.+)$",
+        ),
+    ] = "memory"
+    namespace: Annotated[
+        str, Meta(description="whose engines belong together, within one store", pattern=r"^[\w.:-]+$")
+    ] = "forerun"
+    store_timeout: Annotated[Seconds, Meta(description="longest wait for the store, in seconds; then without")] = 0.1
+    silence_seconds: Annotated[
+        Seconds, Meta(description="an engine that says nothing for so long is taken for dead; it speaks every second")
+    ] = 5.0
+    failover_seconds: Annotated[
+        Seconds, Meta(description="how long a request whose engine died waits for one that takes over")
+    ] = 60.0
+    failover_attempts: Annotated[
+        PositiveInt,
+        Meta(description="engines in a row that may die right after they took a request; then it gets an error"),
+    ] = 3
+    warm_seconds: Annotated[
+        float,
+        Meta(ge=0.0, description="how long a fresh engine may compute hot prefixes before it serves; 0 keeps no text"),
+    ] = 0.0
+    warm_prefixes: Annotated[
+        PositiveInt, Meta(description="most hot prefixes whose text is kept in the store, where warm_seconds is set")
+    ] = 32
+    secret: Annotated[
+        str | None,
+        Meta(description="what fronts and stand-alone engines know each other by; better as a variable than as a flag"),
+    ] = None
+    tls_cert: Annotated[
+        str | None, Meta(description="this side's certificate (PEM) between fronts and stand-alone engines")
+    ] = None
+    tls_key: Annotated[str | None, Meta(description="the certificate's private key (PEM)")] = None
+    tls_ca: Annotated[
+        str | None, Meta(description="certificates (PEM) that the other side's must be signed by: a CA of your own")
+    ] = None
+
+
+class ListenerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a stand-alone engine (`forerun engine`) is reached."""
+
+    listen: Annotated[str, Meta(description="HOST:PORT a stand-alone engine listens on; port 0 takes a free one")] = (
+        "127.0.0.1:0"
+    )
+    advertise: Annotated[
+        str | None,
+        Meta(description="HOST[:PORT] that fronts connect to; without it what listen says, or this machine's name"),
+    ] = None
+
+
+class TenantSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who asks, where several do who must not learn of each other."""
+
+    tenant_header: Annotated[
+        str | None,
+        Meta(description="header in which a trusted proxy names the tenant; cached prompts are then shared within one"),
+    ] = None
+    api_keys_file: Annotated[
+        str | None,
+        Meta(description="file of keys, `NAME KEY` or `NAME KEY operator` a line; requests then need one of them"),
+    ] = None
