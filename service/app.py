@@ -16,6 +16,8 @@ from service.front import Front
 from service.generation_routes import chat_completions, completions
 from service.pool.devices import place_engines
 from service.pool.local import LocalEngine, LocalEngines
+from service.pool.routes import drain
+from service.pool.routes import engines as list_engines
 from service.service_routes import live, metrics, model, models, ready
 from service.settings import Settings
 from service.websocket import SOCKETS, close_sockets, stream
@@ -40,6 +42,8 @@ def create_app(settings: Settings, engine_command: Sequence[str] | None = None) 
             web.get("/v1/stream", stream),
             web.get("/v1/models", models),
             web.get("/v1/models/{name:.+}", model),
+            web.get("/v1/engines", list_engines),
+            web.post("/v1/engines/{id}/drain", drain),
             web.get("/health/live", live),
             web.get("/health/ready", ready),
             web.get("/metrics", metrics),
@@ -68,6 +72,7 @@ async def engines(app: web.Application) -> AsyncIterator[None]:
             for index, place in enumerate(places)
         ],
         front.client,
+        front.prefixes,
         on_ready=front.load,
         on_lost=front.lose,
         load_seconds=settings.server.load_seconds,

@@ -23,6 +23,7 @@ from service.interpreter import Interpreter
 from service.metrics import ServiceMetrics
 from service.origin import Origin
 from service.pool.engine_pool import EnginePool
+from service.pool.metrics import PoolCollector
 from service.pool.prefixes import Prefixes
 from service.pool.routing import ROUTINGS
 from service.pool.store import open_store
@@ -55,6 +56,7 @@ class Front:
             failover_seconds=settings.pool.failover_seconds,
             failover_attempts=settings.pool.failover_attempts,
         )
+        self.metrics.registry.register(PoolCollector(self.client, self.store.health))
         self.became_ready = asyncio.Event()
         """Set when the first engine serves."""
         self._model: ServedModel | None = None

@@ -17,7 +17,7 @@ LONG: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30
 
 
 class EngineCollector(Collector):
-    """The engine's latest `Stats`. Its counters start again with a new engine, as Prometheus expects of a restart."""
+    """The engines' latest `Stats`, summed over all of them and over their restarts."""
 
     def __init__(self) -> None:
         self.stats: Stats | None = None

@@ -49,7 +49,6 @@ class Supervisor:
         self._silence_seconds = silence_seconds
         self._stop_seconds = stop_seconds
         self._cores = cores
-        self._draining = asyncio.Event()
         self._has_served = False
         self._log = structlog.get_logger("forerun.supervisor")
         self.pid: int | None = None
@@ -57,18 +56,20 @@ class Supervisor:
 
     def drain(self) -> None:
         """Let the engine finish and exit, and do not start it again: `run` then returns."""
-        self._draining.set()
         self._member.drain()
+
+    def _is_wanted(self) -> bool:
+        return not self._member.is_draining
 
     async def run(self) -> None:
         """Serve until `drain` or cancellation. Raises `EngineStartError` if the first engine never serves."""
         pause = FIRST_PAUSE_SECONDS
-        while not self._draining.is_set():
+        while self._is_wanted():
             started = time.monotonic()
             try:
                 await self._live()
             except EngineDiedError as died:
-                if self._draining.is_set():
+                if not self._is_wanted():
                     return
                 if not self._has_served:
                     raise EngineStartError(f"the engine did not start: {died}; its own log lines say why") from died
@@ -123,5 +124,5 @@ class Supervisor:
         """Tell everybody at once, before the process is certainly gone."""
         self.pid = None
         self._member.detach(error)
-        if self._has_served and not self._draining.is_set():
+        if self._has_served and self._is_wanted():
             self._on_lost()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
 from service.pool.engine_pool import EnginePool
+from service.pool.prefixes import Prefixes
 from service.supervisor import EngineStartError, Supervisor
 from speculation.messages import Ready
 
@@ -32,6 +34,7 @@ class LocalEngines:
         self,
         engines: Sequence[LocalEngine],
         pool: EnginePool,
+        prefixes: Prefixes,
         *,
         on_ready: Callable[[Ready], Awaitable[None]],
         on_lost: Callable[[], None],
@@ -43,10 +46,13 @@ class LocalEngines:
         self._is_over = asyncio.Event()
         self._failures: dict[str, EngineStartError] = {}
         self._log = structlog.get_logger("forerun.pool")
+        members = {engine.engine_id: pool.add(engine.engine_id, LOCAL) for engine in engines}
+        for engine_id, member in members.items():
+            member.on_blocks = partial(prefixes.report, engine_id)
         self.supervisors = {
             engine.engine_id: Supervisor(
                 engine.command,
-                pool.add(engine.engine_id, LOCAL),
+                members[engine.engine_id],
                 on_ready=on_ready,
                 on_lost=on_lost,
                 load_seconds=load_seconds,

@@ -44,9 +44,9 @@ class Prefixes:
         held.difference_update(change.evicted)
         held.update(change.stored)
 
-    def num_reported(self, engine_id: str) -> int | None:
+    def num_reported(self, member: Member) -> int | None:
         """How many blocks an engine says it holds; None of one that does not report to this front."""
-        return len(self._reported[engine_id]) if engine_id in self._reported else None
+        return None if member.on_blocks is None else len(self._reported.get(member.engine_id, ()))
 
     def sent(self, member: Member, hashes: Sequence[bytes]) -> None:
         """A prompt goes to an engine, which will hold it soon."""

@@ -69,8 +69,12 @@ class Server:
 
     def engine_pid(self) -> int:
         """Process id of the engine that serves now."""
+        return self.engine_pids()[0]
+
+    def engine_pids(self) -> list[int]:
+        """Process ids of all engines there are now."""
         pid = self.process.pid
-        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
     def _read_greeting(self, output: IO[str]) -> str:
         deadline = time.monotonic() + START_SECONDS

@@ -1,0 +1,88 @@
+"""GET /v1/engines and POST /v1/engines/{id}/drain."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from service.context import FRONT
+from service.errors import ApiError, did_you_mean
+from service.pool.member import Member
+from service.service_routes import json_response
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine, as the front sees it."""
+
+    id: str
+    address: str
+    """host:port, or "local" for one of this front's own."""
+    state: str
+    """"loading" (the first time or again), "serving", "draining" or "drained"."""
+    description: str | None
+    """Device, precision and which path runs; null while it does not serve."""
+    model_fingerprint: str | None
+    deaths: int
+    """How often it ended while it served."""
+    waiting: int
+    running: int
+    """Sequences, of all fronts."""
+    sequences: int
+    """Those of this front."""
+    blocks_free: int
+    blocks_cached: int
+    blocks_in_use: int
+    blocks_held: int | None
+    """Blocks that a prefix could be found in; null of an engine that tells the store and not this front."""
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+
+    @classmethod
+    def of(cls, member: Member, num_held: int | None) -> EngineInfo:
+        stats, ready = member.totals.latest, member.ready
+        return cls(
+            id=member.engine_id,
+            address=member.address,
+            state=member.state,
+            description=ready.description if ready else None,
+            model_fingerprint=ready.model_fingerprint if ready else None,
+            deaths=member.num_deaths,
+            waiting=stats.num_waiting if stats else 0,
+            running=stats.num_running if stats else 0,
+            sequences=len(member.flights),
+            blocks_free=stats.blocks_free if stats else 0,
+            blocks_cached=stats.blocks_cached if stats else 0,
+            blocks_in_use=stats.blocks_in_use if stats else 0,
+            blocks_held=num_held,
+            prefill_tokens_per_second=round(stats.prefill_tokens_per_second, 1) if stats else 0.0,
+            decode_tokens_per_second=round(stats.decode_tokens_per_second, 1) if stats else 0.0,
+        )
+
+
+class EngineList(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of /v1/engines."""
+
+    object: str = "list"
+    data: list[EngineInfo]
+    waiting: int
+    """Sequences whose engine died, and that wait for one that takes over."""
+    resumed: int
+    """How often a sequence went on elsewhere."""
+
+
+async def engines(request: web.Request) -> web.Response:
+    front = request.app[FRONT]
+    pool = front.client
+    found = [EngineInfo.of(member, front.prefixes.num_reported(member)) for member in pool.members.values()]
+    return json_response(EngineList(data=found, waiting=pool.num_waiting, resumed=pool.num_resumed))
+
+
+async def drain(request: web.Request) -> web.Response:
+    """Let an engine finish what it has; it is given nothing more, and exits. Again is harmless."""
+    front, engine_id = request.app[FRONT], request.match_info["id"]
+    member = front.client.members.get(engine_id)
+    if member is None:
+        hint = did_you_mean(engine_id, front.client.members)
+        raise ApiError(404, f"{engine_id!r} is no engine of this service; {hint}", param="id", code="engine_not_found")
+    member.drain()
+    return json_response(EngineInfo.of(member, front.prefixes.num_reported(member)), status=202)
