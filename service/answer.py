@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 
 import msgspec
 
+from service.audit import Sample
 from service.choice import Choice, ChoiceDelta
 from service.engine_client import OutputStream
 from service.experiments.manager import Assignment
@@ -39,13 +40,15 @@ class Answer:
         stream: OutputStream,
         arrived_at: float,
         assignment: Assignment | None = None,
+        sample: Sample | None = None,
     ) -> None:
-        """`arrived_at` is when the request arrived, by `time.perf_counter`."""
+        """`arrived_at` is when the request arrived, by `time.perf_counter`; `sample` keeps tokens for the audit."""
         self.generation = generation
         self.assignment = assignment
         """Its arm, if it takes part in an experiment."""
         self.is_aborted = False
         """Whether `abort` has cut it off."""
+        self._sample = sample
         self._stream = stream
         self._arrived_at = arrived_at
         self._choices = [Choice(index, generation, tokenizer) for index in range(generation.num_choices)]
@@ -81,6 +84,8 @@ class Answer:
             self._stream.abort(f"{self.generation.id}-{submit}")
 
     def _feed(self, index: int, output: SequenceOutput) -> ChoiceDelta:
+        if self._sample is not None:
+            self._sample.add(output)
         choice = self._choices[index]
         was_stopped = choice.is_stopped
         delta = choice.feed(output)

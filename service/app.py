@@ -10,6 +10,7 @@ from contextlib import suppress
 import msgspec
 from aiohttp import web
 
+from service import audit_routes
 from service.context import FRONT, add_request_id, openai_errors, request_context
 from service.experiments import handlers as experiment_routes
 from service.front import Front
@@ -49,6 +50,7 @@ def create_app(settings: Settings, engine_command: Sequence[str] | None = None) 
             web.get("/metrics", metrics),
         ]
     )
+    audit_routes.setup(app, app[FRONT].auditor)
     experiment_routes.setup(app, app[FRONT].experiments)
     app.on_response_prepare.append(add_request_id)
     app.on_shutdown.append(close_sockets)

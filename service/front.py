@@ -12,12 +12,13 @@ import structlog
 
 from service.admission import Admission
 from service.answer import Answer
+from service.audit import Auditor
 from service.engine_client import EngineRejectedError, EngineUnavailableError
 from service.errors import ApiError
 from service.experiments.assignment import RequestFacts
 from service.experiments.manager import Assignment, Experiments, Served
+from service.experiments.opening import open_experiment_store
 from service.experiments.participation import Participation, taking_part
-from service.experiments.store import MemoryExperimentStore
 from service.generation import Generation
 from service.interpreter import Interpreter
 from service.metrics import ServiceMetrics
@@ -60,7 +61,16 @@ class Front:
         self.became_ready = asyncio.Event()
         """Set when the first engine serves."""
         self._model: ServedModel | None = None
-        self.experiments = Experiments(MemoryExperimentStore(), served=self._served, initial_profiles=settings.profiles)
+        self.experiments = Experiments(
+            open_experiment_store(settings.pool), served=self._served, initial_profiles=settings.profiles
+        )
+        self.auditor = Auditor(
+            self.client,
+            self.experiments,
+            share=settings.audit.audit_share,
+            is_quiet=self._is_quiet,
+            on_audit=self.metrics.note_audit,
+        )
 
     @property
     def is_ready(self) -> bool:
@@ -111,12 +121,17 @@ class Front:
             self.admission.check_room(self.client.num_live, generation.num_choices, capacity)
             assignment = self._assign(generation, body, origin)
             generation = replace(generation, speculation=self._speculation(generation, assignment))
+            method = method_of(generation.speculation or self.settings.engine.speculation)
+            submits = generation.submits()
+            sample = self.auditor.sample(submits, method, assignment)
             with taking_part(self.experiments, assignment) as part:
-                async with self.client.submit(generation.submits()) as stream:
-                    answer = Answer(generation, model.tokenizer, stream, origin.arrived_at, assignment)
+                async with self.client.submit(submits) as stream:
+                    answer = Answer(generation, model.tokenizer, stream, origin.arrived_at, assignment, sample)
                     yield answer
                     if stream.is_finished:
-                        self._note_answer(answer, part)
+                        self._note_answer(answer, method, part)
+                        if sample is not None and not answer.is_aborted:
+                            self.auditor.keep(sample)
 
     def _assign(self, generation: Generation, body: GenerationBody, origin: Origin) -> Assignment | None:
         """The arm of a request, if it takes part in an experiment that this engine can serve."""
@@ -163,9 +178,14 @@ class Front:
             max_prompt_tokens=model.context_length,
         )
 
-    def _note_answer(self, answer: Answer, part: Participation) -> None:
+    def _is_quiet(self, num_own: int) -> bool:
+        """Whether the service serves, and no other sequence is live than `num_own` that the caller knows of."""
+        stats = self.metrics.engine.stats
+        foreign = 0 if stats is None or num_own else stats.num_waiting + stats.num_running
+        return self.is_ready and self.client.num_live <= num_own and not foreign
+
+    def _note_answer(self, answer: Answer, method: str, part: Participation) -> None:
         closing = answer.closing
-        method = method_of(answer.generation.speculation or self.settings.engine.speculation)
         self.metrics.observe(closing, method)
         if not answer.is_aborted:
             part.finish(closing.metrics.timing)

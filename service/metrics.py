@@ -65,6 +65,12 @@ class ServiceMetrics:
             "forerun_engine_restarts", "Engines that died and were replaced.", registry=self.registry
         )
         self.inter_token = self._histogram("inter_token", "Between two outputs of a sequence.", SHORT)
+        self._audited = Counter(
+            "forerun_audited_requests", "Requests run again without speculation.", registry=self.registry
+        )
+        self._diverged = Counter(
+            "forerun_audit_divergences", "Of them, those whose tokens differed.", registry=self.registry
+        )
         self._ttft = self._histogram("ttft", "From arrival to the first token.", LONG, "method")
         self._tpot = self._histogram("tpot", "Mean time of a token after the first.", SHORT, "method")
         self._end_to_end = self._histogram("end_to_end", "From arrival to the last token.", LONG, "method")
@@ -84,6 +90,11 @@ class ServiceMetrics:
         self._tokens.labels("prompt").inc(closing.num_prompt_tokens)
         self._tokens.labels("cached").inc(closing.num_cached_tokens)
         self._tokens.labels("completion").inc(closing.num_completion_tokens)
+
+    def note_audit(self, is_diverged: bool) -> None:
+        """Count a request that was compared with plain decoding."""
+        self._audited.inc()
+        self._diverged.inc(float(is_diverged))
 
     def render(self) -> bytes:
         """The page Prometheus reads."""

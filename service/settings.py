@@ -60,11 +60,26 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_socket_requests: Annotated[PositiveInt, Meta(description="most generations at a time on one WebSocket")] = 64
 
 
+class AuditSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The exactness audit."""
+
+    audit_share: Annotated[
+        float,
+        Meta(
+            ge=0.0,
+            le=1.0,
+            description="share of finished requests that are run again without speculation, while nobody waits, to "
+            "compare their tokens; 0 audits nothing",
+        ),
+    ] = 0.01
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole tree. In a TOML file each section is a table; flags and variables name the field alone."""
 
     server: ServerSettings = ServerSettings()
     limits: LimitSettings = LimitSettings()
+    audit: AuditSettings = AuditSettings()
     engine: EngineSettings = EngineSettings()
     pool: PoolSettings = PoolSettings()
     tenants: TenantSettings = TenantSettings()

@@ -25,7 +25,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     store: Annotated[
         str,
         Meta(
-            description='where engines and fronts find each other: "memory" for one process alone, or redis://…',
+            description='where engines, fronts and experiments meet: "memory" for one process alone, or redis://…',
             pattern=r"^(memory|(redis|rediss|unix)://.+)$",
         ),
     ] = "memory"

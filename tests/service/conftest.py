@@ -20,7 +20,7 @@ from service.app import ENGINE_LIFE, ENGINES, create_app
 from service.context import FRONT
 from service.front import Front
 from service.server import create_runner, url_of
-from service.settings import LimitSettings, ServerSettings, Settings
+from service.settings import AuditSettings, LimitSettings, ServerSettings, Settings
 from service.supervisor import Supervisor
 from speculation.messages import NgramConfig
 from speculation.settings import EngineSettings
@@ -184,6 +184,7 @@ async def start_service(model_folder: Path) -> AsyncIterator[StartService]:
             *,
             server: ServerSettings = ServerSettings(),  # noqa: B008 - frozen
             limits: LimitSettings = LimitSettings(),  # noqa: B008 - frozen
+            audit_share: float = 0.0,
             command: list[str] | None = None,
             wait: bool = True,
             **engine: Any,
@@ -191,6 +192,7 @@ async def start_service(model_folder: Path) -> AsyncIterator[StartService]:
             settings = Settings(
                 server=server,
                 limits=limits,
+                audit=AuditSettings(audit_share=audit_share),
                 engine=EngineSettings(**{"model": str(model_folder), **engine}),
                 profiles={"fast": NgramConfig(num_speculative_tokens=2)},
             )

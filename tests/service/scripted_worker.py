@@ -43,6 +43,7 @@ TROUBLE = {
     "slow": "a step takes 20 ms while this request runs",
     "refuse": "the request is rejected as overloaded",
     "invalid": "the request is rejected as invalid",
+    "wrong": "with speculation the second token is not what it should be",
 }
 VOCABULARY = 512
 HEARTBEAT_SECONDS = 0.2
@@ -72,6 +73,8 @@ class Running:
             token = pool[(self.num_tokens + sampling.seed) % len(pool)]
             if self.num_tokens >= max(len(pool), sampling.min_tokens) and not sampling.ignore_eos:
                 token = EOS
+            if self.num_tokens == 1 and guessed and self.submit.cache_salt == "wrong":
+                token ^= 1
             token_ids.append(token)
             self.num_tokens += 1
             if token in {EOS, *sampling.stop_token_ids} and not (token == EOS and sampling.ignore_eos):
