@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from draft.config import NgramConfig, SpeculationConfig
+from draft.config import AutoConfig, SpeculationConfig
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 
@@ -66,7 +66,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     speculation: Annotated[
         SpeculationConfig,
         Meta(description='speculation of requests that name none: a method, or JSON like {"method": "ngram"}'),
-    ] = NgramConfig()
+    ] = AutoConfig()
     corpus_tokens: Annotated[
         int,
         Meta(ge=2, description="tokens of finished responses that suffix matching remembers, in all; a power of two"),
