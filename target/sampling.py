@@ -8,7 +8,9 @@ checked by comparing ids, and speculation cannot change an answer (Daliri, Musco
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -16,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from target.embedded import default_cache_dir
 from target.noise import gumbel, noise_keys
 from target.sampling_params import SamplingParams
 
@@ -87,12 +90,10 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledRows:
     """
     if not rows:
         return SampledRows([], [])
-    tempered = _adjust(logits, rows)
-    chosen = tempered.argmax(dim=-1)
-    sampled = [i for i, row in enumerate(rows) if not row.params.is_greedy]
-    if sampled:
-        index = torch.tensor(sampled, device=logits.device)
-        chosen[index] = _sample_tempered(tempered[index], [rows[i] for i in sampled])
+    adjusted = _adjust(logits, rows)
+    is_plain = adjusted.device.type == "cpu" and adjusted.dtype == torch.float32 and adjusted.stride(1) == 1
+    kernel = _native_kernel() if is_plain else None
+    chosen = choose(adjusted, rows) if kernel is None else _choose_natively(kernel, adjusted, rows)
     asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     if not asked:
         return SampledRows(chosen.tolist(), [None] * len(rows))
@@ -104,6 +105,46 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledRows:
         count = rows[i].params.logprobs or 0
         logprobs[i] = RowLogprobs(row.logprob, row.rank, row.top_token_ids[:count], row.top_logprobs[:count])
     return SampledRows(chosen.tolist(), logprobs)
+
+
+def choose(adjusted: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """[R] the choices of `sample`, of logits that have been adjusted, in plain torch.
+
+    The specification of the native chooser (`target.native.choosing`), which serves on the CPU.
+    """
+    chosen = adjusted.argmax(dim=-1)
+    sampled = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+    if sampled:
+        index = torch.tensor(sampled, device=adjusted.device)
+        chosen[index] = _sample_tempered(adjusted[index], [rows[i] for i in sampled])
+    return chosen
+
+
+@functools.cache
+def _native_kernel() -> Callable[..., None] | None:
+    """The compiled chooser; None where the processor cannot run it."""
+    # Numba is needed where there are logits on a CPU, and nowhere else.
+    from target.native.choosing import compiled_chooser
+    from target.native.isa import native_supported
+
+    return compiled_chooser(default_cache_dir()) if native_supported()[0] else None
+
+
+def _choose_natively(kernel: Callable[..., None], adjusted: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """What `choose` gives, in one pass over each row: a tenth of the time."""
+    num_rows, vocab_size = adjusted.shape
+    params = [row.params for row in rows]
+    keys = np.zeros(num_rows, np.int64)
+    if not all(p.is_greedy for p in params):
+        seeds = np.array([p.seed for p in params], np.uint64)
+        keys = noise_keys(seeds, np.array([row.position for row in rows], np.int64))
+    chosen = np.empty(num_rows, np.int64)
+    fields = [
+        (0.0 if p.is_greedy else p.temperature, floor_of(p, vocab_size), p.top_p, p.top_k, p.min_p > 0.0, key)
+        for p, key in zip(params, keys.view(np.uint64).tolist(), strict=True)
+    ]
+    kernel(adjusted.data_ptr(), 4 * adjusted.stride(0), vocab_size, fields, chosen)
+    return torch.from_numpy(chosen)
 
 
 @torch.inference_mode()
@@ -144,15 +185,15 @@ def preferences(
 
 
 def _noisy(logits: torch.Tensor, rows: Sequence[SamplingRow], token_ids: torch.Tensor | None) -> torch.Tensor:
-    """[R, C] tempered logprobs plus noise, -inf for what the filters remove."""
+    """[R, C] tempered logits below the largest plus noise, -inf for what the filters remove."""
     params = [row.params for row in rows]
-    logprobs, keys = _tempered(logits, rows)
+    tempered, keys = _tempered(logits, rows)
     if not _is_unfiltered(params):
-        candidates, columns = _candidates(logprobs, params)
-        logprobs = torch.full_like(logprobs, -torch.inf).scatter_(1, columns, candidates)
+        candidates, columns = _candidates(tempered, params)
+        tempered = torch.full_like(tempered, -torch.inf).scatter_(1, columns, candidates)
     if token_ids is None:
         token_ids = torch.arange(logits.shape[1], device=logits.device)
-    return logprobs.double() + gumbel(keys, token_ids)
+    return tempered.double() + gumbel(keys, token_ids)
 
 
 def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -204,61 +245,75 @@ def _edits(row: SamplingRow) -> _Edits:
 def _sample_tempered(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """[R] choices with noise. Every reduction runs within a row in an order that other rows cannot change."""
     params = [row.params for row in rows]
-    logprobs, keys = _tempered(logits, rows)
+    tempered, keys = _tempered(logits, rows)
     if _is_unfiltered(params):
         token_ids = torch.arange(logits.shape[1], device=logits.device)
-        return (logprobs.double() + gumbel(keys, token_ids)).argmax(dim=-1)
-    candidates, token_ids = _candidates(logprobs, params)
+        return (tempered.double() + gumbel(keys, token_ids)).argmax(dim=-1)
+    candidates, token_ids = _candidates(tempered, params)
     scores = candidates.double() + gumbel(keys, token_ids)
     return token_ids.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0]
 
 
 def _tempered(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs after division by the temperature, [R, V] float32, and the keys of each row's noise, [R, 1]."""
+    """Logits over temperature, below the row's largest, [R, V] float32, and the keys of each row's noise, [R, 1].
+
+    What is added to all of a row's scores cannot change its choice, so the normaliser of softmax is left out.
+    """
     params = [row.params for row in rows]
     keys = noise_keys(np.array([p.seed for p in params], np.uint64), np.array([row.position for row in rows], np.int64))
     temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=logits.device)[:, None]
-    return (logits.float() / temperature).log_softmax(dim=-1), torch.from_numpy(keys).to(logits.device)[:, None]
+    tempered = logits.float() / temperature
+    tempered -= tempered.amax(dim=-1, keepdim=True)
+    return tempered, torch.from_numpy(keys).to(logits.device)[:, None]
 
 
 def _is_unfiltered(params: Sequence[SamplingParams]) -> bool:
     return all(p.top_k == 0 and p.top_p >= 1.0 and p.min_p == 0.0 for p in params)
 
 
-def _candidates(logprobs: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What survives min-p, then top-k, then top-p, as (logprobs, token ids), both [R, C], most likely first.
+def _candidates(tempered: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What survives min-p, then top-k, then top-p, as (tempered logits, token ids), both [R, C], most likely first.
 
-    What does not survive has logprob -inf. Sorting a whole vocabulary is avoided: with V tokens, those less likely
-    than (1 - top_p) / V weigh less than 1 - top_p together, so none of them can be among the survivors of top-p.
+    What does not survive has logit -inf.
     """
-    device, vocab_size = logprobs.device, logprobs.shape[1]
+    device, vocab_size = tempered.device, tempered.shape[1]
     top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)[:, None]
-    min_p = torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device)[:, None]
     top_k = torch.tensor([p.top_k or vocab_size for p in params], device=device)[:, None]
-    whole = (top_k == vocab_size) & (min_p == 0.0)
-    floor = logprobs.amax(dim=-1, keepdim=True) + min_p.log()
-    floor = torch.where(whole, ((1 - top_p) / vocab_size).log().float(), floor)
+    whole = torch.tensor([p.top_k == 0 and p.min_p == 0.0 for p in params], device=device)[:, None]
+    floors = [floor_of(p, vocab_size) for p in params]
+    floor = torch.tensor(floors, dtype=torch.float32, device=device)[:, None]
     width = vocab_size
     if device.type == "cpu":  # elsewhere the number of survivors would have to be waited for
-        survivors = (logprobs >= floor).sum(dim=-1)
+        survivors = (tempered >= floor).sum(dim=-1)
         width = int(torch.minimum(survivors, top_k[:, 0]).max())
-    token_ids = _most_likely(logprobs, width)
-    ordered = logprobs.gather(1, token_ids)
+    token_ids = _most_likely(tempered, width)
+    ordered = tempered.gather(1, token_ids)
     kept = (ordered >= floor) & (torch.arange(width, device=device) < top_k)
     weights = torch.where(kept, ordered, -torch.inf).double().exp()
     mass = weights.cumsum(dim=-1)
-    total = torch.where(whole, 1.0, mass[:, -1:])
+    everything = (-tempered.log_softmax(dim=-1).amax(dim=-1, keepdim=True)).double().exp()
+    total = torch.where(whole, everything, mass[:, -1:])
     kept &= (mass - weights < top_p * total) | (top_p >= 1.0)  # rounding must not cut a tail nobody asked to cut
     return ordered.masked_fill(~kept, -torch.inf), token_ids
 
 
-def _most_likely(logprobs: torch.Tensor, count: int) -> torch.Tensor:
-    """[R, count] ids by falling logprob, equal ones by rising id: a total order, which no other row can disturb.
+def floor_of(params: SamplingParams, vocab_size: int) -> float:
+    """The tempered logit, below the row's largest, under which nothing survives: min-p's bound, or one for top-p.
+
+    Of V tokens, those less likely than (1 - top_p) / V of the likeliest weigh less than 1 - top_p together, so none of
+    them can be among the survivors of top-p: sorting a whole vocabulary is avoided.
+    """
+    bound = params.min_p if params.min_p or params.top_k else (1.0 - params.top_p) / vocab_size
+    return math.log(bound) if bound > 0.0 else -math.inf
+
+
+def _most_likely(tempered: torch.Tensor, count: int) -> torch.Tensor:
+    """[R, count] ids by falling logit, equal ones by rising id: a total order, which no other row can disturb.
 
     A float32 whose sign bit decides whether the rest is flipped sorts as an integer; the id goes into the bits below.
     """
-    vocab_size = logprobs.shape[1]
-    bits = logprobs.view(torch.int32)
+    vocab_size = tempered.shape[1]
+    bits = tempered.view(torch.int32)
     sortable = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
-    keys = sortable + torch.arange(vocab_size, 0, -1, device=logprobs.device)
+    keys = sortable + torch.arange(vocab_size, 0, -1, device=tempered.device)
     return vocab_size - (keys.topk(count, dim=-1).values & 0xFFFFFFFF)

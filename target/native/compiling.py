@@ -26,12 +26,11 @@ def native(function: Function) -> Function:
     return compiled
 
 
-def intrinsic(function: Function) -> Function:
+def intrinsic(function: Callable[..., Any]) -> Any:
     """A function whose body is LLVM instructions. Constants among its arguments are seen as literals; the signature it
     returns must repeat their types, or Numba takes calls with different constants for the same function.
     """
-    lowered: Function = numba_intrinsic(prefer_literal=True)(function)
-    return lowered
+    return numba_intrinsic(prefer_literal=True)(function)
 
 
 def c_function(function: Callable[..., None], num_arguments: int) -> Any:

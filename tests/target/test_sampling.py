@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from target.noise import gumbel, noise_keys
-from target.sampling import SamplingRow, TokenCounts, sample, score
+from target.sampling import SamplingRow, TokenCounts, choose, sample, score
 from target.sampling_params import SamplingParams
 
 
@@ -193,3 +193,27 @@ def test_a_filtered_neighbour_cuts_nothing_from_an_unfiltered_row() -> None:
         alone = sample(flat[:1], [SamplingRow(SamplingParams(seed=2), position)]).token_ids
         beside = [SamplingRow(SamplingParams(seed=2), position), SamplingRow(filtered, position)]
         assert sample(flat, beside).token_ids[:1] == alone
+
+
+def random_params(rng: np.random.Generator) -> SamplingParams:
+    """Any mix of temperature and filters."""
+    return SamplingParams(
+        temperature=float(rng.choice([0.0, 0.3, 0.8, 1.0, 1.7])),
+        top_p=float(rng.choice([1.0, 1.0, 0.99, 0.9, 0.5])),
+        top_k=int(rng.choice([0, 0, 1, 5, 50, 3000])),
+        min_p=float(rng.choice([0.0, 0.0, 0.05, 0.5])),
+        seed=int(rng.integers(2**63)),
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [5, 16, 211, 4099])
+def test_the_native_chooser_chooses_what_the_specification_does(vocab_size: int) -> None:
+    """On flat and peaked logits, with ties, bans and every mix of filters, the same tokens come out."""
+    rng = np.random.default_rng(vocab_size)
+    for trial in range(60):
+        logits = torch.from_numpy(rng.normal(size=(3, vocab_size)) * rng.choice([0.1, 1.0, 5.0]) + rng.choice([0, 40]))
+        logits = (logits.round(decimals=1) if trial % 3 == 0 else logits).float()
+        if trial % 4 == 0:
+            logits[:, ::3] = -torch.inf
+        rows = [SamplingRow(random_params(rng), int(rng.integers(8000))) for _ in range(3)]
+        assert sample(logits, rows).token_ids == choose(logits, rows).tolist()
