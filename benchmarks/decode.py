@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Protocol
 
 import aiohttp
@@ -125,9 +126,17 @@ def _measurement(system: System, tasks: Sequence[Task], answers: Sequence[Answer
             method=system.method,
             precision=system.precision,
             category=tasks[0].category,
+            num_prompt_tokens=len(tasks[0].ask.token_ids),
             is_exact=is_exact,
         )
-    return of_group(answers, system=system.name, method=system.method, precision=system.precision, is_exact=is_exact)
+    return of_group(
+        answers,
+        system=system.name,
+        method=system.method,
+        precision=system.precision,
+        num_prompt_tokens=median(len(task.ask.token_ids) for task in tasks),
+        is_exact=is_exact,
+    )
 
 
 async def run(arguments: argparse.Namespace) -> Report:

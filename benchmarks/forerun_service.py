@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 
 from benchmarks.event_stream import post
-from benchmarks.server_process import Server, serving
+from benchmarks.server_process import Command, Server, cpu_seconds, serving
 from benchmarks.system import Answer, Arrival, Ask
 
 
@@ -68,7 +68,7 @@ class ForerunService:
 
     def cpu_seconds(self) -> float | None:
         """Processor time of the front so far, without the engine's."""
-        return self._server.cpu_seconds()
+        return cpu_seconds(self._server.pid)
 
 
 class ForerunMethod:
@@ -103,14 +103,15 @@ class ForerunMethod:
         )
 
 
+def serve_command(flags: Sequence[str]) -> Command:
+    """What starts the service at a port."""
+    return lambda port: [sys.executable, "-m", "service", *flags, "--port", str(port)]
+
+
 @asynccontextmanager
 async def running_service(arguments: Sequence[str], session: aiohttp.ClientSession) -> AsyncIterator[ForerunService]:
     """Start the service as a user would, with further flags."""
-
-    def command(port: int) -> list[str]:
-        return [sys.executable, "-m", "service", *arguments, "--port", str(port)]
-
-    async with serving(command, "/health/ready") as server:
+    async with serving(serve_command(arguments), "/health/ready") as server:
         async with session.get(f"{server.url}/v1/models") as response:
             description = (await response.json())["data"][0]["description"]
         yield ForerunService(server, session, description)

@@ -21,6 +21,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     precision: str
     category: str | None
     """None for several of different categories."""
+    num_prompt_tokens: float
+    """Of several, their median."""
     num_tokens: int
     tokens_per_second: float | None
     ttft_seconds: float | None
@@ -45,6 +47,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float | None
     """After the first token; of several requests at a time, all their tokens over all their time."""
     ttft_ms: float | None
+    prompt_tokens: float
+    """Median length of the prompts, which the time to first token depends on."""
     mean_acceptance_length: float | None
     """1 + accepted / drafts, over all requests; None where a system does not tell."""
     speedup: float | None
@@ -79,7 +83,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def of_answer(
-    answer: Answer, *, system: str, method: str, precision: str, category: str, is_exact: bool | None
+    answer: Answer,
+    *,
+    system: str,
+    method: str,
+    precision: str,
+    category: str,
+    num_prompt_tokens: int,
+    is_exact: bool | None,
 ) -> Measurement:
     """One request that ran alone."""
     return Measurement(
@@ -87,6 +98,7 @@ def of_answer(
         method=method,
         precision=precision,
         category=category,
+        num_prompt_tokens=num_prompt_tokens,
         num_tokens=answer.num_tokens,
         tokens_per_second=answer.tokens_per_second,
         ttft_seconds=answer.ttft_seconds,
@@ -99,7 +111,13 @@ def of_answer(
 
 
 def of_group(
-    answers: Sequence[Answer], *, system: str, method: str, precision: str, is_exact: bool | None
+    answers: Sequence[Answer],
+    *,
+    system: str,
+    method: str,
+    precision: str,
+    num_prompt_tokens: float,
+    is_exact: bool | None,
 ) -> Measurement:
     """Requests that were sent at the same time: all their tokens, over the time until the last one came."""
     drafts = [answer.num_drafts for answer in answers if answer.num_drafts is not None]
@@ -109,6 +127,7 @@ def of_group(
         method=method,
         precision=precision,
         category=None,
+        num_prompt_tokens=num_prompt_tokens,
         num_tokens=num_tokens,
         tokens_per_second=num_tokens / max(answer.seconds for answer in answers),
         ttft_seconds=middle(answer.ttft_seconds for answer in answers),
@@ -147,6 +166,7 @@ def _row(category: str, group: Sequence[Measurement], plain: float | None) -> Ro
         category=category,
         tokens_per_second=rate,
         ttft_ms=None if ttft is None else 1000.0 * ttft,
+        prompt_tokens=median(found.num_prompt_tokens for found in group),
         mean_acceptance_length=length,
         speedup=None if rate is None or plain is None else rate / plain,
         exact=all(exact) if exact else None,

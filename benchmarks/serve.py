@@ -25,6 +25,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from benchmarks.forerun_service import serve_command
 from benchmarks.load import Client, Distribution, LoadReport, replay
 from benchmarks.machine import Machine, describe_machine
 from benchmarks.methods import read_methods
@@ -108,11 +109,7 @@ async def _server(arguments: argparse.Namespace) -> AsyncIterator[str]:
     if arguments.url is not None:
         yield arguments.url.rstrip("/").removesuffix("/v1")
         return
-
-    def command(port: int) -> list[str]:
-        return [sys.executable, "-m", "service", *shlex.split(arguments.forerun_args), "--port", str(port)]
-
-    async with serving(command, "/health/ready") as server:
+    async with serving(serve_command(shlex.split(arguments.forerun_args)), "/health/ready") as server:
         yield server.url
 
 

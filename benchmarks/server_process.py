@@ -33,12 +33,13 @@ class Server:
     pid: int
     """Of the process that was started; it may have others."""
 
-    def cpu_seconds(self) -> float | None:
-        """Processor time of that process alone, so far; None where the system does not tell."""
-        try:
-            return time.clock_gettime((~self.pid << 3) | 2)  # its CPU clock, see clock_getcpuclockid(3)
-        except OSError:
-            return None
+
+def cpu_seconds(pid: int) -> float | None:
+    """Processor time of a process alone, so far; None where the system does not tell."""
+    try:
+        return time.clock_gettime((~pid << 3) | 2)  # its CPU clock, see clock_getcpuclockid(3)
+    except OSError:
+        return None
 
 
 @asynccontextmanager

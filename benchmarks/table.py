@@ -20,7 +20,7 @@ def _lines(report: Report) -> Iterator[str]:
     for row in report.rows:
         if row.category != category:
             category = row.category
-            yield f"\n{category}"
+            yield f"\n{category}, prompts of {row.prompt_tokens:.0f} tokens at the median"
             yield _line(HEAD, widths)
         yield _line(_cells(row), widths)
     yield "\nPrecision:"

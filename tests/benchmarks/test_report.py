@@ -29,6 +29,7 @@ def measured(
         method=method,
         precision="float32",
         category=category,
+        num_prompt_tokens=500,
         is_exact=is_exact,
     )
 
@@ -91,7 +92,7 @@ def test_without_plain_decoding_there_is_no_speed_up() -> None:
 def test_a_group_counts_all_tokens_over_all_time() -> None:
     """The last of several at a time ends the clock, and the group has no category but all."""
     answers = [answer((0.5, 1), (1.0, 9)), answer((0.7, 1), (2.0, 19))]
-    found = of_group(answers, system="forerun", method="none", precision="float32", is_exact=True)
+    found = of_group(answers, system="forerun", method="none", precision="float32", num_prompt_tokens=20, is_exact=True)
     assert found.tokens_per_second == pytest.approx(15)
     assert found.ttft_seconds == pytest.approx(0.6)
     assert [each.category for each in rows_of([found])] == [ALL]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +10,10 @@ import pytest
 
 from benchmarks.conversation import Prompter
 from benchmarks.decode import Run, parse, peer_settings
+from benchmarks.idle import descendants, memory_mb
 from benchmarks.peers import PEERS, check_peers
 from benchmarks.questions import Question
-from benchmarks.server_process import ServerFailedError, serving
+from benchmarks.server_process import ServerFailedError, cpu_seconds, serving
 from benchmarks.system import Answer, Arrival, Ask
 from benchmarks.workers.protocol import Clock
 from speculation.settings import EngineSettings
@@ -115,7 +117,7 @@ async def test_a_server_is_ready_inside_and_gone_outside() -> None:
         async with serving(lambda port: [sys.executable, "-c", code, str(port)], "/") as server:
             async with session.get(server.url) as response:
                 assert response.status == 200
-            seconds = server.cpu_seconds()
+            seconds = cpu_seconds(server.pid)
             assert seconds is None or seconds > 0.0
         with pytest.raises(aiohttp.ClientConnectionError):
             await session.get(server.url)
@@ -144,3 +146,16 @@ def test_peers_get_the_model_that_is_served(tmp_path: Path) -> None:
     """The target's folder goes to who reads folders, and the GGUF file it came from to who reads those."""
     settings = peer_settings(parse(["--batch", "4"]), EngineSettings(model=str(tmp_path)))
     assert (settings.model_folder, settings.gguf, settings.batch) == (tmp_path, tmp_path / "model.gguf", 4)
+
+
+async def test_a_service_s_processes_are_found_with_their_memory() -> None:
+    """The children of a process and theirs are listed, and each has memory."""
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdin=asyncio.subprocess.PIPE)
+    try:
+        while not (found := list(descendants(process.pid))):
+            await asyncio.sleep(0.01)
+        assert len(found) == 1
+        assert all(memory_mb(pid) > 0.5 for pid in (process.pid, *found))
+    finally:
+        await process.communicate(b"\n")
