@@ -19,8 +19,8 @@ START_SECONDS = 240.0
 class Server:
     """A running service. Leaving the context ends it."""
 
-    def __init__(self, log: Path, *flags: str) -> None:
-        command = [sys.executable, "-m", "service", "--port", "0", *flags]
+    def __init__(self, log: Path, *flags: str, module: str = "service") -> None:
+        command = [sys.executable, "-m", module, "--port", "0", *flags]
         with log.open("wb") as errors:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         self._log = log
