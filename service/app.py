@@ -15,26 +15,36 @@ from service.context import FRONT, add_request_id, openai_errors, request_contex
 from service.experiments import handlers as experiment_routes
 from service.front import Front
 from service.generation_routes import chat_completions, completions
-from service.pool.devices import place_engines
+from service.pool.devices import Place, place_engines
 from service.pool.local import LocalEngine, LocalEngines
-from service.pool.routes import drain
+from service.pool.routes import cache, drain
 from service.pool.routes import engines as list_engines
 from service.service_routes import live, metrics, model, models, ready
 from service.settings import Settings
+from service.tenants import TENANTS, only_who_may
 from service.websocket import SOCKETS, close_sockets, stream
 
 ENGINES = web.AppKey("engines", LocalEngines)
 ENGINE_COMMAND = web.AppKey[Callable[[str], Sequence[str]]]("engine_command")
 """Of an engine on a device."""
+PLACES = web.AppKey[Sequence[Place]]("places")
+"""Where each engine runs."""
 ENGINE_LIFE = web.AppKey[asyncio.Task[None]]("engine_life")
 """Ends when every engine is gone for good: after a drain, or with `EngineStartError`."""
 
 
 def create_app(settings: Settings, engine_command: Sequence[str] | None = None) -> web.Application:
-    """The service as an aiohttp application. `engine_command` replaces the engine, for tests."""
-    app = web.Application(middlewares=[request_context, openai_errors], client_max_size=settings.limits.max_body_bytes)
+    """The service as an aiohttp application. `engine_command` replaces the engine, for tests.
+
+    Raises ValueError for settings that name something that is not there or cannot be used.
+    """
+    app = web.Application(
+        middlewares=[request_context, openai_errors, only_who_may], client_max_size=settings.limits.max_body_bytes
+    )
     app[FRONT] = Front(settings)
+    app[TENANTS] = app[FRONT].tenants
     app[SOCKETS] = set()
+    app[PLACES] = place_engines(settings.engine.device, settings.pool.engines)
     app[ENGINE_COMMAND] = lambda device: engine_command or default_engine_command(settings, device)
     app.add_routes(
         [
@@ -43,6 +53,7 @@ def create_app(settings: Settings, engine_command: Sequence[str] | None = None) 
             web.get("/v1/stream", stream),
             web.get("/v1/models", models),
             web.get("/v1/models/{name:.+}", model),
+            web.get("/v1/cache", cache),
             web.get("/v1/engines", list_engines),
             web.post("/v1/engines/{id}/drain", drain),
             web.get("/health/live", live),
@@ -67,7 +78,7 @@ def default_engine_command(settings: Settings, device: str) -> list[str]:
 async def engines(app: web.Application) -> AsyncIterator[None]:
     """The engines, from start to end: what starts them again, and the task that runs it."""
     front, settings = app[FRONT], app[FRONT].settings
-    places = place_engines(settings.engine.device, settings.pool.engines)
+    places = app[PLACES]
     local = app[ENGINES] = LocalEngines(
         [
             LocalEngine(f"engine-{index}", app[ENGINE_COMMAND](place.device), place.cores)
@@ -75,16 +86,22 @@ async def engines(app: web.Application) -> AsyncIterator[None]:
         ],
         front.client,
         front.prefixes,
+        front.store,
         on_ready=front.load,
         on_lost=front.lose,
         load_seconds=settings.server.load_seconds,
         restart_seconds=settings.server.restart_seconds,
         silence_seconds=settings.pool.silence_seconds,
+        warm_seconds=settings.pool.warm_seconds,
+        warm_prefixes=settings.pool.warm_prefixes,
     )
-    waiting = asyncio.create_task(front.client.run(), name="waiting sequences")
+    beside = [
+        asyncio.create_task(front.client.run(), name="waiting sequences"),
+        asyncio.create_task(front.popularity.run(), name="popular prefixes"),
+    ]
     task = app[ENGINE_LIFE] = asyncio.create_task(local.run(), name="engines")
     yield
-    for each in (task, waiting):
+    for each in (task, *beside):
         each.cancel()
         with suppress(asyncio.CancelledError, Exception):  # whoever awaited it before has reported its error
             await each

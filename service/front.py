@@ -23,14 +23,17 @@ from service.generation import Generation
 from service.interpreter import Interpreter
 from service.metrics import ServiceMetrics
 from service.origin import Origin
+from service.pool.cache_statistics import CacheStatistics
 from service.pool.engine_pool import EnginePool
 from service.pool.metrics import PoolCollector
+from service.pool.popularity import Popularity
 from service.pool.prefixes import Prefixes
 from service.pool.routing import ROUTINGS
 from service.pool.store import open_store
 from service.schema import ChatCompletionRequest, CompletionRequest
 from service.served_model import ServedModel
 from service.settings import Settings
+from service.tenants import Tenant, Tenants
 from speculation.messages import Ready, SpeculationConfig, Stats, method_of, resolve
 
 _log = structlog.get_logger("forerun.generation")
@@ -49,11 +52,15 @@ class Front:
         self.metrics = ServiceMetrics()
         self.store = open_store(settings.pool)
         self.prefixes = Prefixes(self.store.guarded)
+        self.popularity = Popularity(self.store)
+        self.tenants = Tenants.load(settings.tenants)
+        self.cache = CacheStatistics()
         self.client = EnginePool(
             ROUTINGS[settings.pool.routing](),
             self.prefixes,
             on_stats=self._note_stats,
             on_gap=self.metrics.inter_token.observe,
+            on_prompt=self.popularity.note,
             failover_seconds=settings.pool.failover_seconds,
             failover_attempts=settings.pool.failover_attempts,
         )
@@ -108,7 +115,7 @@ class Front:
         Raises `ApiError` for what cannot be served, on entering or while the answer is read.
         """
         with self.admission.enter(), _engine_errors():
-            model = self.model
+            model, tenant = self.model, self.tenants.author(origin.headers)
             if self.client.ready is None:
                 raise ApiError.unavailable("no engine is ready; try again shortly", "engine_not_ready")
             capacity = self.client.capacity
@@ -120,7 +127,11 @@ class Front:
                 generation = await asyncio.to_thread(interpreter.completion, generation_id, body)
             self.admission.check_room(self.client.num_live, generation.num_choices, capacity)
             assignment = self._assign(generation, body, origin)
-            generation = replace(generation, speculation=self._speculation(generation, assignment))
+            generation = replace(
+                generation,
+                speculation=self._speculation(generation, assignment),
+                cache_salt=self.tenants.salt(tenant, generation.cache_salt),
+            )
             method = method_of(generation.speculation or self.settings.engine.speculation)
             submits = generation.submits()
             sample = self.auditor.sample(submits, method, assignment)
@@ -129,7 +140,7 @@ class Front:
                     answer = Answer(generation, model.tokenizer, stream, origin.arrived_at, assignment, sample)
                     yield answer
                     if stream.is_finished:
-                        self._note_answer(answer, method, part)
+                        self._note_answer(answer, method, part, tenant)
                         if sample is not None and not answer.is_aborted:
                             self.auditor.keep(sample)
 
@@ -184,8 +195,11 @@ class Front:
         foreign = 0 if stats is None or num_own else stats.num_waiting + stats.num_running
         return self.is_ready and self.client.num_live <= num_own and not foreign
 
-    def _note_answer(self, answer: Answer, method: str, part: Participation) -> None:
+    def _note_answer(self, answer: Answer, method: str, part: Participation, tenant: Tenant) -> None:
         closing = answer.closing
+        self.cache.note(
+            tenant.name, prompt_tokens=closing.num_prompt_tokens, cached_tokens=closing.num_cached_tokens
+        )
         self.metrics.observe(closing, method)
         if not answer.is_aborted:
             part.finish(closing.metrics.timing)

@@ -43,11 +43,14 @@ class EnginePool:
         *,
         on_stats: Callable[[Stats], None],
         on_gap: Callable[[float], object],
+        on_prompt: Callable[[Submit, Sequence[bytes], int, int], object],
         failover_seconds: float,
         failover_attempts: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_gap` is told the seconds between two outputs of a sequence."""
+        """`on_gap` is told the seconds between two outputs of a sequence; `on_prompt` of every prompt its blocks, how
+        many of the leading ones some engine held, and how many tokens a block has.
+        """
         self.members: dict[str, Member] = {}
         self.num_resumed = 0
         """Sequences that went on elsewhere, each time counted."""
@@ -56,6 +59,7 @@ class EnginePool:
         self._prefixes = prefixes
         self._on_stats = on_stats
         self._on_gap = on_gap
+        self._on_prompt = on_prompt
         self._failover_seconds = failover_seconds
         self._failover_attempts = failover_attempts
         self._clock = clock
@@ -116,17 +120,18 @@ class EnginePool:
         if ready is None:
             raise EngineUnavailableError("no engine is ready; try again shortly", "engine_not_ready")
         flights = [Flight(stream, submit, self._prefixes.hashes(ready, submit)) for submit in submits]
-        prompts = {flight.hashes[-1] if flight.hashes else b"": flight.hashes for flight in flights}
-        held = await asyncio.gather(*(self._prefixes.held(each, self.serving) for each in prompts.values()))
-        held_of = dict(zip(prompts, held, strict=True))
+        prompts = {flight.prompt_key: flight for flight in flights}
+        found = await asyncio.gather(*(self._prefixes.held(each.hashes, self.serving) for each in prompts.values()))
+        held = dict(zip(prompts, found, strict=True))
+        for key, flight in prompts.items():
+            self._on_prompt(flight.submit, flight.hashes, max(held[key].values(), default=0), ready.block_size)
         now = self._clock()
         for flight in flights:
             flight.waits_since = now
             self._flights[flight.request_id] = flight
-            key = flight.hashes[-1] if flight.hashes else b""
-            self._place(flight, held_of[key])
-            if flight.member is not None:
-                held_of[key][flight.member.engine_id] = len(flight.hashes)
+            self._place(flight, held[flight.prompt_key])
+            if flight.member is not None:  # its siblings may share what it computes
+                held[flight.prompt_key][flight.member.engine_id] = len(flight.hashes)
 
     def abort(self, request_id: str) -> None:
         """End a sequence; its last output still comes."""
@@ -258,7 +263,7 @@ class EnginePool:
         found = [member for member in fitting if member.engine_id not in flight.refused_by]
         if not flight.num_strikes or self._clock() - flight.waits_since > PROBATION_SECONDS:
             return found
-        is_last = len(serving) == 1 and any(member.state == "loading" for member in self.members.values())
+        is_last = len(serving) == 1 and any(member.state in {"loading", "warming"} for member in self.members.values())
         if is_last:
             return []
         if flight.num_strikes == self._failover_attempts - 1:

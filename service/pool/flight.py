@@ -48,6 +48,11 @@ class Flight:
         return self.submit.request_id
 
     @property
+    def prompt_key(self) -> bytes:
+        """Equal for equal prompts."""
+        return self.hashes[-1] if self.hashes else b""
+
+    @property
     def has_begun(self) -> bool:
         """Whether tokens of it were delivered; then a full queue is something to wait for, not to report."""
         return len(self._token_ids) > len(self.submit.output_token_ids)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import structlog
 
 from service.pool.engine_pool import EnginePool
 from service.pool.prefixes import Prefixes
+from service.pool.reporter import Reporter
+from service.pool.store import PoolStore
 from service.supervisor import EngineStartError, Supervisor
 from speculation.messages import Ready
 
@@ -35,20 +36,27 @@ class LocalEngines:
         engines: Sequence[LocalEngine],
         pool: EnginePool,
         prefixes: Prefixes,
+        store: PoolStore,
         *,
         on_ready: Callable[[Ready], Awaitable[None]],
         on_lost: Callable[[], None],
         load_seconds: float,
         restart_seconds: float,
         silence_seconds: float,
+        warm_seconds: float,
+        warm_prefixes: int,
     ) -> None:
         self._restart_seconds = restart_seconds
         self._is_over = asyncio.Event()
         self._failures: dict[str, EngineStartError] = {}
         self._log = structlog.get_logger("forerun.pool")
         members = {engine.engine_id: pool.add(engine.engine_id, LOCAL) for engine in engines}
-        for engine_id, member in members.items():
-            member.on_blocks = partial(prefixes.report, engine_id)
+        self._reporters = [
+            Reporter(member, prefixes, store, warm_seconds=warm_seconds, warm_prefixes=warm_prefixes)
+            for member in members.values()
+        ]
+        for member, reporter in zip(members.values(), self._reporters, strict=True):
+            member.observer = reporter
         self.supervisors = {
             engine.engine_id: Supervisor(
                 engine.command,
@@ -73,6 +81,7 @@ class LocalEngines:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*(reporter.close() for reporter in self._reporters))
 
     def drain(self) -> None:
         """Let every engine finish and exit, and start none again: `run` then returns."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from service.engine_client import EngineUnavailableError
 from service.pool.routing import Load
@@ -29,6 +29,22 @@ if TYPE_CHECKING:
 Send = Callable[[Command], None]
 
 
+class Observer(Protocol):
+    """Who follows an engine's lives beside the pool."""
+
+    def joined(self) -> None:
+        """It has loaded its model."""
+        ...
+
+    def changed(self, change: BlocksChanged) -> None:
+        """It holds other blocks than before."""
+        ...
+
+    def left(self) -> None:
+        """It has died."""
+        ...
+
+
 class Member:
     """Made by `EnginePool.add`. `attach`, `dispatch` and `detach` follow the lives of one engine process."""
 
@@ -44,22 +60,26 @@ class Member:
         self.num_deaths = 0
         self.sequence_seconds = 0.0
         """How long a sequence lasts here, of late."""
-        self.on_blocks: Callable[[BlocksChanged], None] | None = None
-        """Who wants to know what it holds."""
+        self.observer: Observer | None = None
+        """Of an engine that says here what it holds; others tell the store."""
+        self.is_warming = False
+        """Whether it computes hot prefixes before it serves."""
         self._pool = pool
         self._send: Send | None = None
 
     @property
     def is_serving(self) -> bool:
         """Whether it takes new sequences."""
-        return self.ready is not None and not self.is_draining
+        return self.ready is not None and not self.is_draining and not self.is_warming
 
     @property
     def state(self) -> str:
-        """One of "loading" (the first time or again), "serving", "draining" and "drained"."""
+        """One of "loading" (the first time or again), "warming", "serving", "draining" and "drained"."""
         if self.is_draining:
             return "drained" if self.ready is None else "draining"
-        return "loading" if self.ready is None else "serving"
+        if self.ready is None:
+            return "loading"
+        return "warming" if self.is_warming else "serving"
 
     @property
     def capacity(self) -> int:
@@ -91,15 +111,25 @@ class Member:
         self.ready, self._send = ready, send
         if self.is_draining:
             send(Drain())
+        if self.observer is not None:
+            self.observer.joined()
+        self._pool.joined()
+
+    def open(self) -> None:
+        """It is warm, and serves."""
+        self.is_warming = False
         self._pool.joined()
 
     def detach(self, error: EngineUnavailableError) -> None:
         """It is gone: what it had goes on elsewhere, unless nothing goes on at all."""
         had_served = self.ready is not None
         self.ready = self._send = None
+        self.is_warming = False
         self.totals.end_life()
         if had_served:
             self.num_deaths += 1
+            if self.observer is not None:
+                self.observer.left()
         flights, self.flights = self.flights, {}
         self._pool.lost(self, list(flights.values()), error)
 
@@ -117,8 +147,8 @@ class Member:
                 self.totals.latest = event
                 self._pool.note_stats()
             case BlocksChanged():
-                if self.on_blocks is not None:
-                    self.on_blocks(event)
+                if self.observer is not None:
+                    self.observer.changed(event)
             case Alive() | Ready():
                 pass
 

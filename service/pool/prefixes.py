@@ -46,7 +46,7 @@ class Prefixes:
 
     def num_reported(self, member: Member) -> int | None:
         """How many blocks an engine says it holds; None of one that does not report to this front."""
-        return None if member.on_blocks is None else len(self._reported.get(member.engine_id, ()))
+        return None if member.observer is None else len(self._reported.get(member.engine_id, ()))
 
     def sent(self, member: Member, hashes: Sequence[bytes]) -> None:
         """A prompt goes to an engine, which will hold it soon."""
@@ -66,7 +66,7 @@ class Prefixes:
 
     async def held(self, hashes: Sequence[bytes], members: Sequence[Member]) -> dict[str, int]:
         """For each engine how many of the leading `hashes` it probably holds. One round trip at most."""
-        others = [member.engine_id for member in members if member.on_blocks is None]
+        others = [member.engine_id for member in members if member.observer is None]
         known: dict[str, int] | None = {}
         if hashes and others and len(members) > 1:
             known = await self._store.lookup(hashes, others)
@@ -85,7 +85,7 @@ class Prefixes:
             engine_id = member.engine_id
             reported = self._reported.get(engine_id, frozenset[bytes]())
             sent = self._sent.get(engine_id, OrderedDict[bytes, float]())
-            is_blind = known is None and member.on_blocks is None
+            is_blind = known is None and member.observer is None
             count = 0 if known is None else known.get(engine_id, 0)
             for block_hash in islice(hashes, count, None):
                 if block_hash not in reported and not (block_hash in sent and (is_blind or sent[block_hash] > bridged)):

@@ -24,6 +24,11 @@ class PoolStore:
     retention: Retention
 
     @property
+    def kind(self) -> str:
+        """Either "memory" or "redis"."""
+        return MEMORY if isinstance(self.store, MemoryStore) else "redis"
+
+    @property
     def keeps_text(self) -> bool:
         """Whether token ids of hot prefixes are kept."""
         return self.retention.max_hot_prefixes > 0

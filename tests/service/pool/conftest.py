@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -90,6 +91,8 @@ class Pool:
     store: MemoryStore
     stats: list[Stats]
     gaps: list[float]
+    prompts: list[tuple[Submit, Sequence[bytes], int, int]]
+    """What was said of each prompt."""
     time: list[float]
 
     def wait(self, seconds: float) -> None:
@@ -108,6 +111,7 @@ def make_pool(num_engines: int, routing: Routing | None = None, *, attempts: int
     time = [1000.0]
     stats: list[Stats] = []
     gaps: list[float] = []
+    prompts: list[tuple[Submit, Sequence[bytes], int, int]] = []
     store = MemoryStore(clock=lambda: time[0])
     prefixes = Prefixes(GuardedStore(store, StoreHealth()), clock=lambda: time[0])
     pool = EnginePool(
@@ -115,6 +119,7 @@ def make_pool(num_engines: int, routing: Routing | None = None, *, attempts: int
         prefixes,
         on_stats=stats.append,
         on_gap=gaps.append,
+        on_prompt=lambda *prompt: prompts.append(prompt),
         failover_seconds=30.0,
         failover_attempts=attempts,
         clock=lambda: time[0],
@@ -122,7 +127,7 @@ def make_pool(num_engines: int, routing: Routing | None = None, *, attempts: int
     engines = [Engine(pool.add(f"engine-{index}", "local")) for index in range(num_engines)]
     for engine in engines:
         engine.serve()
-    return Pool(pool, engines, prefixes, store, stats, gaps, time)
+    return Pool(pool, engines, prefixes, store, stats, gaps, prompts, time)
 
 
 @pytest.fixture

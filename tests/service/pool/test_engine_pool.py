@@ -11,7 +11,7 @@ from service.engine_client import EngineRejectedError, EngineUnavailableError
 from service.pool.engine_pool import PROBATION_SECONDS
 from service.pool.routing import LeastTtft
 from service.pool.statistics import NOTHING
-from speculation.messages import Abort, BlocksChanged, Drain, Rejected, SequenceOutput
+from speculation.messages import Abort, Drain, Rejected, SequenceOutput
 from tests.service.pool.conftest import Pool, make_pool, output, submit
 
 
@@ -306,12 +306,3 @@ async def test_siblings_share_an_engine() -> None:
     prompt = list(range(90)) * 5
     async with pool.pool.submit([submit(f"{i}", prompt=prompt) for i in range(3)]):
         assert len({id(pool.holder(f"{i}")) for i in range(3)}) == 1
-
-
-async def test_blocks_are_reported_on(one: Pool) -> None:
-    """What an engine says it holds reaches who asked for it."""
-    heard: list[BlocksChanged] = []
-    one.engines[0].member.on_blocks = heard.append
-    change = BlocksChanged([b"1" * 16], [])
-    one.engines[0].member.dispatch(change)
-    assert heard == [change]

@@ -1,0 +1,84 @@
+"""Follows an engine that this process keeps alive: warms it up, and tells the store of it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from cache_store.block_publisher import BlockPublisher
+from cache_store.metadata import EngineStatus, StoreUnavailable
+from service.pool.member import Member
+from service.pool.prefixes import Prefixes
+from service.pool.store import PoolStore
+from service.pool.warm_start import warm
+from speculation.messages import BlocksChanged
+
+
+class Reporter:
+    """Satisfies `Observer`. Everything it waits for, it waits for beside the engine's events, never in their way."""
+
+    def __init__(
+        self, member: Member, prefixes: Prefixes, store: PoolStore, *, warm_seconds: float, warm_prefixes: int
+    ) -> None:
+        self._member = member
+        self._prefixes = prefixes
+        self._store = store
+        self._warm_seconds = warm_seconds
+        self._warm_prefixes = warm_prefixes
+        self._publisher: BlockPublisher | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def joined(self) -> None:
+        """A life begins."""
+        self._member.is_warming = self._warm_seconds > 0
+        self._publisher = BlockPublisher(self._store.store, self._store.health, self._member.engine_id)
+        self._task = asyncio.create_task(self._follow(self._publisher, self._task), name=self._member.engine_id)
+
+    def changed(self, change: BlocksChanged) -> None:
+        """Blocks came and went."""
+        self._prefixes.report(self._member.engine_id, change)
+        if self._publisher is not None:
+            self._publisher.change(change.stored, change.evicted)
+
+    def left(self) -> None:
+        """A life has ended."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def close(self) -> None:
+        """End whatever goes on."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def _follow(self, publisher: BlockPublisher, before: asyncio.Task[None] | None) -> None:
+        """One life, when the one before has been taken back."""
+        if before is not None:
+            await asyncio.wait({before})
+        try:
+            if self._member.is_warming:
+                hot = await self._store.guarded.hot_prefixes(self._warm_prefixes)
+                await warm(self._member, hot, self._warm_seconds)
+                self._member.open()
+            await publisher.run(lambda: self._status(publisher))
+        finally:
+            if self._store.health.is_up:
+                with suppress(StoreUnavailable):
+                    await self._store.store.leave(self._member.engine_id)
+
+    def _status(self, publisher: BlockPublisher) -> EngineStatus:
+        ready, stats = self._member.ready, self._member.totals.latest
+        return EngineStatus(
+            engine_id=self._member.engine_id,
+            instance=publisher.instance,
+            address=self._member.address,
+            model_fingerprint=ready.model_fingerprint if ready else "",
+            num_waiting=stats.num_waiting if stats else 0,
+            num_running=stats.num_running if stats else 0,
+            num_blocks=ready.num_blocks if ready else 0,
+            blocks_free=stats.blocks_free if stats else 0,
+            blocks_cached=stats.blocks_cached if stats else 0,
+            prefill_tokens_per_second=stats.prefill_tokens_per_second if stats else 0.0,
+            decode_tokens_per_second=stats.decode_tokens_per_second if stats else 0.0,
+            draining=self._member.is_draining,
+        )
