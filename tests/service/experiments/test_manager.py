@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import uuid
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cache_store.metadata import StoreUnavailable
 from service.errors import ApiError
+from service.experiments import book as books
 from service.experiments import manager as managers
 from service.experiments.evaluator import Evaluator
 from service.experiments.manager import Experiments, Served
@@ -30,6 +33,13 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+@pytest.fixture(autouse=True)
+def salts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experiments here assign alike in every run: what they conclude is a matter of the law's seed alone."""
+    number = itertools.count()
+    monkeypatch.setattr(books, "secrets", SimpleNamespace(token_hex=lambda _: f"salt-{next(number)}"))
 
 
 def front(store: ExperimentStore, clock: Clock | None = None, **changes: Any) -> Experiments:
