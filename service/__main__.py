@@ -17,6 +17,7 @@ commands:
   serve       serve a model over REST and WebSocket; `forerun serve --help` explains every setting
   fetch       fetch and convert the embedded model, so that the first start is quick
   simulate    replay recorded token sequences through lookup proposers, without a model
+  chat        talk to a running service; tokens in the colour of what guessed them
   experiment  create, list, watch, stop and promote A/B experiments of a running service
   report      write an experiment's report as one HTML file
 """
@@ -32,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return fetch(rest)
         case "simulate":
             return simulate(rest)
+        case "chat":
+            return chat(rest)
         case "experiment" | "report":
             return experiments(command, rest)
         case "--help" | "-h":
@@ -61,6 +64,13 @@ def fetch(arguments: Sequence[str]) -> int:
 def simulate(arguments: Sequence[str]) -> int:
     """Replay a log, in a process of its own like `fetch`."""
     return subprocess.run([sys.executable, "-m", "speculation.simulate", *arguments], check=False).returncode
+
+
+def chat(arguments: Sequence[str]) -> int:
+    """Talk to a running service."""
+    from service.chat_command import main as run_chat
+
+    return run_chat(arguments)
 
 
 def experiments(command: str, arguments: Sequence[str]) -> int:

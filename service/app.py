@@ -15,6 +15,7 @@ from service.context import FRONT, add_request_id, openai_errors, request_contex
 from service.experiments import handlers as experiment_routes
 from service.front import Front
 from service.generation_routes import chat_completions, completions
+from service.page import routes as page_routes
 from service.pool.devices import Place, place_engines
 from service.pool.local import LocalEngine, LocalEngines
 from service.pool.routes import cache, drain
@@ -63,6 +64,7 @@ def create_app(settings: Settings, engine_command: Sequence[str] | None = None) 
     )
     audit_routes.setup(app, app[FRONT].auditor)
     experiment_routes.setup(app, app[FRONT].experiments)
+    page_routes.setup(app)
     app.on_response_prepare.append(add_request_id)
     app.on_shutdown.append(close_sockets)
     app.cleanup_ctx.append(engines)

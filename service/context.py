@@ -19,8 +19,8 @@ REQUEST_ID = web.RequestKey("request_id", str)
 ARRIVED_AT = web.RequestKey("arrived_at", float)
 """By `time.perf_counter`."""
 
-QUIET = frozenset({"/health/live", "/health/ready", "/metrics"})
-"""Asked every few seconds by machines: not worth a line."""
+QUIET = ("/health/", "/metrics", "/page/", "/v1/audit", "/v1/engine", "/v1/experiments")
+"""Beginnings of paths that are asked every few seconds, by machines and by the page: not worth a line."""
 
 CLIENT_LEFT = 499
 """The status under which a departure is counted; nobody is there to see it."""
@@ -47,7 +47,8 @@ async def request_context(request: web.Request, handler: Handler) -> web.StreamR
         raise
     finally:
         seconds = round(time.perf_counter() - request[ARRIVED_AT], 6)
-        log = _log.debug if request.path in QUIET else _log.info
+        is_quiet = request.method == "GET" and request.path.startswith(QUIET)
+        log = _log.debug if is_quiet else _log.info
         log("request", method=request.method, path=request.path, status=status, seconds=seconds)
         route = request.match_info.route.resource
         front.metrics.requests.labels(route.canonical if route is not None else "unknown", str(status)).inc()

@@ -112,6 +112,7 @@ def greeting(front: Front, url: str) -> str:
     """Where the service is, with one command to try."""
     body = '{"messages": [{"role": "user", "content": "Name three primary colours."}], "max_tokens": 64}'
     return (
-        f"\nforerun serves {front.model.name} at {url}\n({front.model.ready.description})\n\nTry it:\n\n"
+        f"\nforerun serves {front.model.name} at {url}\n({front.model.ready.description})\n\n"
+        "Try it in a browser, or:\n\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n"
     )

@@ -1,0 +1,1 @@
+"""The page that comes with the service: a playground, experiments, and the engine at work."""

@@ -1,0 +1,89 @@
+"""The page's files, and how an application gets them: `setup(app)`. No build step, and nothing from elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib import resources
+
+import msgspec
+from aiohttp import web
+
+from service.page.engine import engine_view
+from speculation.messages import SpeculationConfig
+
+CONTENT_TYPES = {
+    "html": "text/html",
+    "css": "text/css",
+    "js": "text/javascript",
+    "svg": "image/svg+xml",
+    "json": "application/json",
+}
+
+SECURITY_HEADERS = {
+    # Whatever a model, a client or a name brings to the page: it cannot run, load or send anything.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+class PageFile(msgspec.Struct, frozen=True):
+    """One file, in memory."""
+
+    body: bytes
+    content_type: str
+    etag: str
+
+
+PAGE_FILES = web.AppKey[dict[str, PageFile]]("page_files")
+
+
+def setup(app: web.Application) -> None:
+    """Add the page's routes."""
+    app[PAGE_FILES] = load_files()
+    app.add_routes([web.get("/", index), web.get("/page/{name}", page_file), web.get("/v1/engine", engine_view)])
+
+
+def load_files() -> dict[str, PageFile]:
+    """Every file of the page by name; and what speculation configs may hold, as the page's forms need it."""
+    files = {
+        entry.name: _page_file(entry.name, entry.read_bytes())
+        for entry in resources.files(__package__).iterdir()
+        if entry.name.rpartition(".")[2] in CONTENT_TYPES
+    }
+    schema = msgspec.json.encode(msgspec.json.schema(SpeculationConfig))
+    return files | {"speculation.json": _page_file("speculation.json", schema)}
+
+
+async def index(request: web.Request) -> web.Response:
+    return _respond(request, "index.html")
+
+
+async def page_file(request: web.Request) -> web.Response:
+    """Raises `HTTPNotFound` for what is no file of the page."""
+    return _respond(request, request.match_info["name"])
+
+
+def _page_file(name: str, body: bytes) -> PageFile:
+    return PageFile(body, CONTENT_TYPES[name.rpartition(".")[2]], hashlib.sha256(body).hexdigest()[:32])
+
+
+def _respond(request: web.Request, name: str) -> web.Response:
+    """The file, or 304 to a browser that has it: it asks each time, so that a new version shows at once."""
+    file = request.app[PAGE_FILES].get(name)
+    if file is None:
+        raise web.HTTPNotFound
+    response = web.Response(headers={**SECURITY_HEADERS, "Cache-Control": "no-cache"})
+    response.etag = file.etag
+    if any(tag.value in {file.etag, "*"} for tag in request.if_none_match or ()):
+        response.set_status(304)
+        return response
+    response.body = file.body
+    response.content_type, response.charset = file.content_type, "utf-8"
+    return response
