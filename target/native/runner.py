@@ -138,6 +138,11 @@ class NativeRunner:
             thread.start()
         self._finalizer = weakref.finalize(self, _stop, self._control, arguments, threads)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a step reads: the layers and the head."""
+        return self._weights.num_bytes
+
     def close(self) -> None:
         """End the threads. The runner cannot be used afterwards."""
         self._finalizer()
@@ -199,7 +204,7 @@ class _Weights:
         half = config.head_size // 2
         self.cos = np.ascontiguousarray(rotary.cos[:, :half].numpy())
         self.sin = np.ascontiguousarray(rotary.sin[:, half:].numpy())
-        self.norm = packed.norm
+        self.norm = packed.norm.copy()  # a view would keep a whole GGUF file mapped
         self.embed = _placed(packed.embed)
         self.head = self.embed if packed.head is packed.embed else _placed(packed.head)
         self.layers: list[list[npt.NDArray[Any] | None]] = []
@@ -207,6 +212,12 @@ class _Weights:
             parts = [getattr(layer, name) for name in LayerRecord._fields[:-2]]
             arena = Arena(sum(aligned_size(part) for part in parts if part is not None))
             self.layers.append([None if part is None else arena.place(part) for part in parts])
+
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what every step reads: not the embedding, of which it reads a row."""
+        return self.head.nbytes + sum(part.nbytes for layer in self.layers for part in layer if part is not None)
 
 
 def _placed(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
