@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -52,17 +53,14 @@ def run_all(engine: Engine, requests: Iterable[Submit]) -> Iterator[tuple[Submit
     """
     waiting = iter(requests)
     running: dict[str, tuple[Submit, list[int]]] = {}
-    is_more = True
-    while is_more or running:
-        while is_more and len(running) < BATCH:
-            request = next(waiting, None)
-            if request is None:
-                is_more = False
-                break
+    while True:
+        for request in islice(waiting, BATCH - len(running)):
             refusal = engine.submit(request)
             if refusal is not None:
                 raise ValueError(refusal.message)
             running[request.request_id] = request, []
+        if not running:
+            return
         for output in engine.step():
             yield from _ended(running, output)
 

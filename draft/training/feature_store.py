@@ -52,14 +52,13 @@ class FeatureStore:
     def __init__(self, folder: Path, form: StoreFormat, *, max_bytes: int) -> None:
         """Open or begin the store in `folder`. Raises ValueError if what lies there is of another format."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.form = form
         self._folder = folder
-        self._capacity = max_bytes // (4 + 2 * form.num_columns)
-        self._check_format()
+        self.form = self._found(form)
+        self._capacity = max_bytes // (4 + 2 * self.form.num_columns)
         self.sequences = self._read_index()
         self.num_tokens = self.sequences[-1].start + self.sequences[-1].num_tokens if self.sequences else 0
         self._cut(self._folder / "tokens.i32", 4 * self.num_tokens)
-        self._cut(self._folder / "features.f16", 2 * form.num_columns * self.num_tokens)
+        self._cut(self._folder / "features.f16", 2 * self.form.num_columns * self.num_tokens)
 
     @property
     def is_full(self) -> bool:
@@ -98,14 +97,17 @@ class FeatureStore:
         shape = (self.num_tokens, self.form.num_columns)
         return np.memmap(self._folder / "features.f16", np.float16, "r", shape=shape)
 
-    def _check_format(self) -> None:
+    def _found(self, wanted: StoreFormat) -> StoreFormat:
+        """What the folder holds, if it has everything that is wanted; it may hold more layers."""
         path = self._folder / "store.json"
-        wanted = json.loads(json.dumps(asdict(self.form)))
         if not path.exists():
-            path.write_text(json.dumps(wanted) + "\n", encoding="utf-8")
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found != wanted:
+            path.write_text(json.dumps(asdict(wanted)) + "\n", encoding="utf-8")
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        found = StoreFormat(fields["target"], tuple(fields["layers"]), fields["hidden_size"])
+        same = (found.target, found.hidden_size) == (wanted.target, wanted.hidden_size)
+        if not same or not set(wanted.layers) <= set(found.layers):
             raise ValueError(f"{self._folder} holds recordings of {found}, not of {wanted}; use another folder")
+        return found
 
     def _read_index(self) -> list[StoredSequence]:
         """The lines of the index that are whole; a last one that is not is cut off."""

@@ -1,0 +1,165 @@
+"""`forerun train`: a head for a target, from nothing but the target itself."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from draft.head_checkpoint import TargetTables
+from draft.training.eagle3_training import Eagle3Plan, paper_layers, train_eagle3
+from draft.training.feature_store import FeatureStore, StoreFormat
+from draft.training.head_export import STORAGES
+from draft.training.prompts import ChatTokens, read_prompts
+from draft.training.trainer import TrainSettings
+from speculation.distill import BATCH, make_prompts, record_answers
+from target.embedded import embedded_model_dir
+from target.errors import CheckpointError
+from target.fingerprint import model_fingerprint
+from target.hf_config import read_config
+from target.load import load_runner
+from target.runner import Runner
+
+BLOCK_SIZE = 16
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Generate, record, train, write. 2 for bad input; run again with the same arguments, it goes on where it was."""
+    arguments = _parser().parse_args(argv)
+    try:
+        _run(arguments)
+    except (ValueError, CheckpointError, OSError) as error:
+        sys.stderr.write(f"forerun train: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("forerun train: stopped; the same command goes on from here\n")
+        return 130
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    target_dir = embedded_model_dir() if arguments.target == "embedded" else Path(arguments.target).expanduser()
+    tables = TargetTables.of(target_dir)
+    layers = _layers(arguments, tables.config.num_layers)
+    work = arguments.work or Path(f"{arguments.out}.work")
+    work.mkdir(parents=True, exist_ok=True)
+    fingerprint = model_fingerprint(target_dir, dtype=arguments.dtype, quantization=arguments.quantization)
+    form = StoreFormat(fingerprint, (*layers, -1), tables.config.hidden_size)
+    store = FeatureStore(work / "store", form, max_bytes=int(arguments.max_disk_gb * 1e9))
+    _record(arguments, target_dir, store, work, fingerprint)
+    record = {
+        "command": f"forerun train --target {target_dir.name} --method {arguments.method} --seed {arguments.seed}",
+        "target": target_dir.name,
+        "target_fingerprint": fingerprint,
+        "num_sequences": len(store.sequences),
+        "num_tokens": store.num_tokens,
+        "num_prompts": arguments.num_prompts,
+        "max_answer_tokens": arguments.max_answer_tokens,
+    }
+    settings = TrainSettings(
+        num_epochs=arguments.epochs,
+        batch_pairs=arguments.batch_pairs,
+        learning_rate=arguments.learning_rate,
+        validate_every=arguments.validate_every,
+        max_seconds=arguments.max_seconds,
+        seed=arguments.seed,
+    )
+    plan = Eagle3Plan(layers, arguments.vocabulary, arguments.steps, arguments.storage, not arguments.share_rows)
+    train_eagle3(
+        store,
+        tables,
+        plan,
+        settings,
+        work=work,
+        out=arguments.out,
+        record=record,
+        target_name=target_dir.name,
+        progress=lambda total: tqdm(total=total, desc="updates", mininterval=2.0),
+        note=tqdm.write,
+    )
+
+
+def _record(arguments: argparse.Namespace, target_dir: Path, store: FeatureStore, work: Path, fingerprint: str) -> None:
+    """Prompts and answers, as far as they are missing."""
+    chat = ChatTokens(target_dir)
+    runner: Runner | None = None
+    path = arguments.prompts
+    if path is None:
+        path = work / "prompts.jsonl"
+        runner = _runner(arguments, target_dir)
+        with tqdm(total=arguments.num_prompts, desc="prompts", mininterval=2.0) as bar:
+            make_prompts(
+                runner, chat, path, arguments.num_prompts, seed=arguments.seed, fingerprint=fingerprint, progress=bar
+            )
+    prompts = [chat.conversation(messages) for messages in read_prompts(path)][: arguments.num_prompts]
+    with tqdm(desc="recorded tokens", mininterval=2.0) as bar:
+        record_answers(
+            runner or _runner(arguments, target_dir),
+            prompts,
+            store,
+            max_answer_tokens=arguments.max_answer_tokens,
+            seed=arguments.seed,
+            fingerprint=fingerprint,
+            progress=bar,
+        )
+
+
+def _runner(arguments: argparse.Namespace, target_dir: Path) -> Runner:
+    """The target, with room for all sequences of a batch at about 1,000 tokens each."""
+    length = read_config(target_dir).max_model_len
+    return load_runner(
+        target_dir,
+        num_blocks=1 + BATCH * min(length, 1024) // BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        backend=arguments.backend,
+        quantization=arguments.quantization,
+    )
+
+
+def _layers(arguments: argparse.Namespace, num_layers: int) -> tuple[int, ...]:
+    if arguments.feature_layers is None:
+        return paper_layers(num_layers)
+    layers = tuple(int(part) for part in arguments.feature_layers.split(","))
+    if not all(0 <= layer <= num_layers for layer in layers):
+        raise ValueError(f"--feature-layers is {arguments.feature_layers}; the target has layers 0 to {num_layers}")
+    return layers
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="forerun train",
+        description="Train a head that drafts for a target, on the target's own answers. Run again, it goes on.",
+    )
+    parser.add_argument("--target", default="embedded", help='a Hugging Face folder, or "embedded" (default)')
+    parser.add_argument("--method", choices=["eagle3"], default="eagle3")
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write the head to")
+    parser.add_argument("--work", type=Path, help="where recordings and unfinished training lie (default: OUT.work)")
+    parser.add_argument("--prompts", type=Path, help="one prompt a line; without it the target makes its own")
+    parser.add_argument("--num-prompts", type=int, default=4000, help="prompts to make or to take (%(default)s)")
+    parser.add_argument("--max-answer-tokens", type=int, default=128, help="most tokens of an answer (%(default)s)")
+    parser.add_argument("--max-disk-gb", type=float, default=8.0, help="most disk for recordings (%(default)s)")
+    parser.add_argument("--feature-layers", help="target layers to read, as in 2,15,27 (default: the paper's)")
+    parser.add_argument("--vocabulary", type=int, default=16384, help="tokens the head may guess (%(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="steps unrolled over the head's own outputs (%(default)s)")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--batch-pairs", type=int, default=1024, help="tokens an update learns from (%(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--validate-every", type=int, default=200, help="updates (%(default)s)")
+    parser.add_argument("--max-seconds", type=float, help="stop training after so long; the same command goes on")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--storage", choices=STORAGES, default="float16", help="of the written matrices (%(default)s)")
+    parser.add_argument("--share-rows", action="store_true", help="leave out the target's output rows: half the size")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--quantization", default="auto")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""`forerun train`: from nothing but a target to a head that beats an untrained one, and on after a stop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draft.config import Eagle3Config
+from draft.eagle3 import Eagle3Proposer
+from draft.eagle3_checkpoint import load_eagle3
+from draft.head_checkpoint import TargetTables
+from draft.roster import Roster
+from speculation.controller import DraftLengthController
+from speculation.cost_model import StepCostModel
+from speculation.engine import Engine
+from speculation.messages import SamplingParams, Submit
+from speculation.train import main
+from target.load import load_runner
+from tests.speculation.test_engine import Run
+from tests.tiny_folder import write_tiny_folder
+from tests.tiny_model import TINY
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_folder(tmp_path_factory.mktemp("target") / "tiny")
+
+
+def arguments(target: object, out: object, **changes: object) -> list[str]:
+    options: dict[str, object] = {
+        "target": target,
+        "out": out,
+        "num-prompts": 60,
+        "max-answer-tokens": 60,
+        "vocabulary": 61,
+        "epochs": 12,
+        "batch-pairs": 256,
+        "learning-rate": 5e-3,
+        "validate-every": 50,
+        "dtype": "float32",
+        "backend": "torch",
+    }
+    return [f"--{name}={value}" for name, value in (options | changes).items()]
+
+
+def first_acceptance(target: Path, head_folder: Path) -> float:
+    """How often the first guess is accepted, of a trained head or of one with random weights."""
+    runner = load_runner(target, num_blocks=400, dtype="float32", backend="torch")
+    head = load_eagle3(
+        head_folder,
+        TargetTables.of(target),
+        num_blocks=400,
+        block_size=16,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    engine = Engine(
+        runner,
+        Roster({"eagle3": Eagle3Proposer(head, eos_token_ids=TINY.eos_token_ids)}),
+        DraftLengthController(StepCostModel()),
+        model_fingerprint="tiny",
+        default_config=Eagle3Config(num_speculative_tokens=2),
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_waiting=100,
+    )
+    run = Run(engine)
+    for i in range(16):
+        sampling = SamplingParams(temperature=0.8, seed=1000 + i, max_tokens=40)
+        run.submit(Submit(request_id=str(i), prompt_token_ids=[i, 2 * i + 1, 3], sampling=sampling))
+    run.until_idle()
+    histograms = [out.metrics.accepted_histogram for out in run.finished.values() if out.metrics is not None]
+    num_drafts = sum(map(sum, histograms))
+    return sum(sum(histogram[1:]) for histogram in histograms) / num_drafts
+
+
+def untrained(trained: Path, folder: Path) -> Path:
+    """The same head with random matrices."""
+    folder.mkdir()
+    (folder / "config.json").write_text((trained / "config.json").read_text())
+    torch.manual_seed(0)
+    tensors = {
+        name: torch.randn_like(tensor) * tensor.shape[1] ** -0.5
+        if tensor.dim() == 2 and name != "lm_head.weight"
+        else tensor
+        for name, tensor in load_file(trained / "model.safetensors").items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_a_trained_head_beats_an_untrained_one(target: Path, tmp_path: Path) -> None:
+    """Prompts, answers, training and checkpoint in one command; its curve rises, its guesses are accepted more."""
+    out = tmp_path / "head"
+    assert main(arguments(target, out)) == 0
+    record = json.loads((out / "training.json").read_text())
+    first, last = record["curve"][0]["accuracies"], record["curve"][-1]["accuracies"]
+    assert last[0] > first[0]
+    assert last[1] > first[1]
+    assert record["num_tokens"] > 1000
+    random_acceptance = first_acceptance(target, untrained(out, tmp_path / "random"))
+    assert first_acceptance(target, out) > max(2 * random_acceptance, 0.3)
+
+
+def test_a_stopped_training_goes_on_as_if_it_had_not(target: Path, tmp_path: Path) -> None:
+    """Stopped after every few updates and started again, it ends with the same weights."""
+    prompts = tmp_path / "prompts"
+    prompts.write_text("\n".join(f"w{i} w{2 * i % 59} w{3 * i % 59}" for i in range(40)))
+    options = {"prompts": prompts, "epochs": 2}
+    assert main(arguments(target, tmp_path / "whole", **options)) == 0
+    pieces = tmp_path / "pieces"
+    for _ in range(100):
+        assert main(arguments(target, pieces, **options, **{"max-seconds": 0})) == 0
+        if pieces.exists():
+            break
+    whole, found = (load_file(folder / "model.safetensors") for folder in (tmp_path / "whole", pieces))
+    assert whole.keys() == found.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, found[name]), name
+    curve = (Path(f"{pieces}.work") / "curve.jsonl").read_text().splitlines()
+    assert len(curve) == len({json.loads(line)["update"] for line in curve})
+
+
+def test_bad_input_is_named(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing target, a layer the target does not have, an empty prompt file: exit status 2 and a sentence."""
+    empty = tmp_path / "empty"
+    empty.write_text("")
+    cases: list[tuple[dict[str, object], str]] = [
+        ({"target": tmp_path / "nowhere"}, "does not exist"),
+        ({"feature-layers": "1,9"}, "--feature-layers is 1,9; the target has layers 0 to 2"),
+        ({"prompts": empty}, "has no prompts"),
+    ]
+    for changes, message in cases:
+        assert main(arguments(**{"target": target, "out": tmp_path / "out"} | changes)) == 2
+        assert message in capsys.readouterr().err
