@@ -154,7 +154,9 @@ def _steps(
     num_blocks = -(-(context + num_tokens) // BLOCK_SIZE)
     entries = []
     for i in range(num_sequences):
-        ids = rng.integers(0, runner.config.vocab_size, context + num_tokens).tolist()
+        # A phrase that repeats, so that the model is as sure of what follows as it is in ordinary text.
+        phrase = rng.integers(0, runner.config.vocab_size, 20).tolist()
+        ids = (phrase * (1 + (context + num_tokens) // 20))[: context + num_tokens]
         blocks = range(1 + i * num_blocks, 1 + (i + 1) * num_blocks)
         if context:
             runner.forward(lay_out([BatchEntry(0, ids[:context], blocks)], BLOCK_SIZE))
@@ -213,8 +215,8 @@ def _sum(buffer: npt.NDArray[np.int64]) -> int:
 def _print(report: Report) -> None:
     verdict = "meets" if report.single_per_floor <= FLOOR_BAR else "MISSES"
     print(f"{report.description}\n{report.machine.processor}, load {report.machine.load_average}")
-    rate, size = report.read_gigabytes_per_second, report.weight_megabytes
-    print(f"floor {report.floor_ms:.2f} ms: {size:.1f} MB at {rate:.1f} GB/s; context {report.context}")
+    speed, size = report.read_gigabytes_per_second, report.weight_megabytes
+    print(f"floor {report.floor_ms:.2f} ms: {size:.1f} MB at {speed:.1f} GB/s; context {report.context}")
     print(f"a step of 1 token takes {report.single_per_floor:.2f} floors ({verdict} {FLOOR_BAR})")
     for timing in report.timings:
         bar = BARS.get(int(timing.name[4:])) if timing.name.startswith("1 x") else None
