@@ -93,6 +93,7 @@ def _load(folder: Path, settings: EngineSettings, num_blocks: int) -> Runner:
         dtype=settings.dtype,
         backend=settings.backend,
         quantization=settings.quantization,
+        num_threads=settings.num_threads,
         max_model_len=settings.max_model_len,
     )
 

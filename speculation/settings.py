@@ -45,6 +45,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Literal["auto", "none", "int8", "q4"],
         Meta(description="how weights are stored; auto keeps what the backend does best without loss of quality"),
     ] = "auto"
+    num_threads: Annotated[
+        PositiveInt | None,
+        Meta(description="threads of the native step on a CPU; without it one for every core the engine may use"),
+    ] = None
     num_blocks: Annotated[
         Annotated[int, Meta(ge=2)] | None,
         Meta(description="blocks of the KV pool, the null block included; without it kv_memory decides"),

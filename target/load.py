@@ -25,6 +25,7 @@ def load_runner(
     dtype: str = "auto",
     backend: str = "auto",
     quantization: str = "auto",
+    num_threads: int | None = None,
     max_model_len: int | None = None,
 ) -> Runner:
     """Load the model in `model_dir` (a Hugging Face folder) with a KV pool of `num_blocks` blocks.
@@ -32,6 +33,7 @@ def load_runner(
     `device` auto is CUDA where there is one, else the CPU; `dtype` auto is bfloat16 on CUDA, else float32.
     `backend` auto is the native step on a CPU where processor and model allow it, else torch; the runner's description
     says which and why. `quantization`: see `target.native.load`; torch has "none" alone.
+    `num_threads`: of the native step, by default one for every core; torch has a setting of its own.
     `max_model_len`: positions to serve, at most the model's own (the default).
     Raises `CheckpointError` for what is on disk, `ValueError` for the arguments.
     """
@@ -51,6 +53,7 @@ def load_runner(
                 num_blocks=num_blocks,
                 block_size=block_size,
                 quantization=quantization,
+                num_threads=num_threads,
                 max_model_len=length,
             )
         except NativeUnsupported as unsupported:

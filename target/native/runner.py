@@ -154,6 +154,7 @@ class NativeRunner:
         """See `target.runner.Runner.forward`."""
         if not self._finalizer.alive:
             raise RuntimeError("this runner is closed")
+        self._check(batch)
         num_rows, num_logits = len(batch.token_ids), len(batch.logit_rows)
         self._ensure_room(batch)
         staged = _Staged(batch, self.kv_pool.block_size)
@@ -173,6 +174,14 @@ class NativeRunner:
         )
         self._run()
         return ForwardOutput(logits[:, : self.config.vocab_size], features)
+
+    def _check(self, batch: ForwardBatch) -> None:
+        """Raises `ValueError` for what would be read outside the tables: machine code does not look."""
+        limits = {"token_ids": self.config.vocab_size, "positions": len(self._weights.cos)}
+        for name, limit in limits.items():
+            values = getattr(batch, name)
+            if values.min() < 0 or values.max() >= limit:
+                raise ValueError(f"{name} are {values.min()} to {values.max()}; they must be 0 to {limit - 1}")
 
     def _ensure_room(self, batch: ForwardBatch) -> None:
         """Replace the workspace by a larger one where the step would not fit."""
@@ -212,7 +221,6 @@ class _Weights:
             parts = [getattr(layer, name) for name in LayerRecord._fields[:-2]]
             arena = Arena(sum(aligned_size(part) for part in parts if part is not None))
             self.layers.append([None if part is None else arena.place(part) for part in parts])
-
 
     @property
     def num_bytes(self) -> int:

@@ -92,6 +92,18 @@ def test_move_swaps_as_if_all_at_once(model_of: ModelOf, make_runner: MakeRunner
     assert (pool.keys[:, 2, :, :, 8] == before[:, 1, :, :, 1]).all()
 
 
+@pytest.mark.parametrize(
+    ("start", "token_id", "message"), [(0, 211, "token_ids are 211"), (1024, 3, "positions are 1024")]
+)
+def test_what_lies_outside_the_tables_is_refused(
+    start: int, token_id: int, message: str, model_of: ModelOf, make_runner: MakeRunner
+) -> None:
+    """A token or a position the model does not have is an error, not a read of foreign memory."""
+    runner = make_runner(model_of("llama"))
+    with pytest.raises(ValueError, match=message):
+        run(runner, BatchEntry(start, [token_id], range(1, 66), logits_from=0))
+
+
 def test_close_ends_the_threads(model_of: ModelOf, make_runner: MakeRunner) -> None:
     """A closed runner leaves no thread behind and says what is wrong when it is used."""
     runner = make_runner(model_of("llama"), num_threads=3)
