@@ -15,6 +15,7 @@ USAGE = """usage: forerun COMMAND [flags]
 
 commands:
   serve       serve a model over REST and WebSocket; `forerun serve --help` explains every setting
+  engine      run one engine alone, on a machine of its own; fronts find it in the store
   fetch       fetch and convert the embedded model, so that the first start is quick
   simulate    replay recorded token sequences through lookup proposers, without a model
   chat        talk to a running service; tokens in the colour of what guessed them
@@ -29,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     match command:
         case "serve":
             return serve(rest)
+        case "engine":
+            return engine(rest)
         case "fetch":
             return fetch(rest)
         case "simulate":
@@ -54,6 +57,18 @@ def serve(arguments: Sequence[str]) -> int:
         print(f"forerun serve: {error}", file=sys.stderr)
         return 2
     return asyncio.run(run_server(settings, partial(print, flush=True)))
+
+
+def engine(arguments: Sequence[str]) -> int:
+    """Run one engine alone, for fronts that find it in the store."""
+    from service.pool.standalone import serve_engine
+
+    try:
+        settings = load_settings(arguments, os.environ, program="forerun engine")
+    except SettingsError as error:
+        print(f"forerun engine: {error}", file=sys.stderr)
+        return 2
+    return asyncio.run(serve_engine(settings, partial(print, flush=True)))
 
 
 def fetch(arguments: Sequence[str]) -> int:

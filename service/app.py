@@ -17,9 +17,14 @@ from service.front import Front
 from service.generation_routes import chat_completions, completions
 from service.page import routes as page_routes
 from service.pool.devices import Place, place_engines
+from service.pool.discovery import Discovery
 from service.pool.local import LocalEngine, LocalEngines
+from service.pool.member import Member
+from service.pool.remote import RemoteEngine
 from service.pool.routes import cache, drain
 from service.pool.routes import engines as list_engines
+from service.pool.security import Security
+from service.pool.store import MEMORY
 from service.service_routes import live, metrics, model, models, ready
 from service.settings import Settings
 from service.tenants import TENANTS, only_who_may
@@ -28,6 +33,7 @@ from service.websocket import SOCKETS, close_sockets, stream
 ENGINES = web.AppKey("engines", LocalEngines)
 ENGINE_COMMAND = web.AppKey[Callable[[str], Sequence[str]]]("engine_command")
 """Of an engine on a device."""
+SECURITY = web.AppKey("security", Security)
 PLACES = web.AppKey[Sequence[Place]]("places")
 """Where each engine runs."""
 ENGINE_LIFE = web.AppKey[asyncio.Task[None]]("engine_life")
@@ -45,6 +51,7 @@ def create_app(settings: Settings, engine_command: Sequence[str] | None = None) 
     app[FRONT] = Front(settings)
     app[TENANTS] = app[FRONT].tenants
     app[SOCKETS] = set()
+    app[SECURITY] = Security.load(settings.pool)
     app[PLACES] = place_engines(settings.engine.device, settings.pool.engines)
     app[ENGINE_COMMAND] = lambda device: engine_command or default_engine_command(settings, device)
     app.add_routes(
@@ -101,6 +108,8 @@ async def engines(app: web.Application) -> AsyncIterator[None]:
         asyncio.create_task(front.client.run(), name="waiting sequences"),
         asyncio.create_task(front.popularity.run(), name="popular prefixes"),
     ]
+    if settings.pool.store != MEMORY:
+        beside.append(asyncio.create_task(discovery(app).run(), name="engines in the store"))
     task = app[ENGINE_LIFE] = asyncio.create_task(local.run(), name="engines")
     yield
     for each in (task, *beside):
@@ -108,3 +117,20 @@ async def engines(app: web.Application) -> AsyncIterator[None]:
         with suppress(asyncio.CancelledError, Exception):  # whoever awaited it before has reported its error
             await each
     await front.store.store.close()
+
+
+def discovery(app: web.Application) -> Discovery:
+    """What finds stand-alone engines and connects them."""
+    front, settings = app[FRONT], app[FRONT].settings
+
+    def connect(member: Member) -> RemoteEngine:
+        return RemoteEngine(
+            member,
+            app[SECURITY],
+            on_ready=front.load,
+            on_lost=front.lose,
+            silence_seconds=settings.pool.silence_seconds,
+            load_seconds=settings.server.load_seconds,
+        )
+
+    return Discovery(front.client, front.store, connect=connect, served_fingerprint=lambda: front.fingerprint)

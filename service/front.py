@@ -68,6 +68,7 @@ class Front:
         self.became_ready = asyncio.Event()
         """Set when the first engine serves."""
         self._model: ServedModel | None = None
+        self._loading = asyncio.Lock()
         self.experiments = Experiments(
             open_experiment_store(settings.pool), served=self._served, initial_profiles=settings.profiles
         )
@@ -92,14 +93,23 @@ class Front:
         return self._model
 
     @property
+    def fingerprint(self) -> str | None:
+        """Of the model that is served; None until the first engine has loaded it."""
+        return self._model.ready.model_fingerprint if self._model is not None else None
+
+    @property
     def profiles(self) -> dict[str, SpeculationConfig]:
         """What a request's `speculation` may name: profiles, and each method with its defaults."""
         return {**method_profiles(self.model.ready.methods), **self.experiments.configs}
 
     async def load(self, ready: Ready) -> None:
-        """A new engine is about to serve. Raises ValueError if its model's folder cannot be used."""
-        if self._model is None or self._model.ready.model_folder != ready.model_folder:
-            self._model = await asyncio.to_thread(ServedModel.load, self.settings, ready)
+        """A new engine is about to serve. Raises ValueError if its model cannot be used, or is not what is served."""
+        async with self._loading:
+            if self._model is None:
+                self._model = await asyncio.to_thread(ServedModel.load, self.settings, ready)
+            elif self._model.ready.model_fingerprint != ready.model_fingerprint:
+                served = self._model.ready.model_fingerprint
+                raise ValueError(f"its model is {ready.model_fingerprint}, what is served here is {served}")
         self.metrics.engine.is_up = True
         self.became_ready.set()
 

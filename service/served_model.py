@@ -29,7 +29,7 @@ class ServedModel:
     @classmethod
     def load(cls, settings: Settings, ready: Ready) -> ServedModel:
         """Read tokenizer and template from the engine's model folder. Raises ValueError if they cannot be used."""
-        folder = Path(ready.model_folder)
+        folder = Path(settings.server.tokenizer or ready.model_folder).expanduser()
         tokenizer = Tokenizer.load(folder)
         if tokenizer.vocab_size > ready.vocab_size:
             raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {ready.vocab_size}")

@@ -31,7 +31,11 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> int:
     `announce` is given what a user should read when the service is ready.
     """
     configure_logs(settings.engine.log_level)
-    app = create_app(settings)
+    try:
+        app = create_app(settings)
+    except ValueError as error:
+        _log.error("cannot serve", reason=str(error))
+        return 1
     runner = create_runner(app)
     await runner.setup()
     stop = asyncio.Event()

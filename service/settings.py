@@ -36,6 +36,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     model_name: Annotated[
         str | None, Meta(description="the model's name on the wire; without it the model folder's or file's name")
     ] = None
+    tokenizer: Annotated[
+        str | None,
+        Meta(description="folder with the tokenizer's files, where an engine's own folder is not on this machine"),
+    ] = None
     shutdown_seconds: Annotated[
         Seconds, Meta(description="how long running requests may go on after SIGTERM before they are ended")
     ] = 30.0

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 import structlog
 
 from service.engine_client import EngineUnavailableError
 from service.engine_link import EngineDiedError
 from service.engine_process import EngineProcess, start_engine
-from service.pool.member import Member
-from speculation.messages import Event, Ready
+from speculation.messages import Command, Event, Ready
 
 FIRST_PAUSE_SECONDS = 0.1
 STEADY_SECONDS = 60.0
@@ -23,13 +23,38 @@ class EngineStartError(Exception):
     """The engine never served, or its model is of no use to the front: starting it again would not help."""
 
 
+class EngineSink(Protocol):
+    """Who is told of an engine's lives, and what it says in them."""
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the engine is to end when it has nothing left to do."""
+        ...
+
+    def attach(self, ready: Ready, send: Callable[[Command], None]) -> None:
+        """It serves; commands for it go to `send`."""
+        ...
+
+    def dispatch(self, event: Event) -> None:
+        """It has said something."""
+        ...
+
+    def detach(self, error: EngineUnavailableError) -> None:
+        """It is gone; `error` says why."""
+        ...
+
+    def drain(self) -> None:
+        """Let it finish what it has and exit."""
+        ...
+
+
 class Supervisor:
     """Owns the engine process. `run` is its whole life; cancelling that ends the process."""
 
     def __init__(
         self,
         command: Sequence[str],
-        member: Member,
+        sink: EngineSink,
         *,
         on_ready: Callable[[Ready], Awaitable[None]],
         on_lost: Callable[[], None],
@@ -41,7 +66,7 @@ class Supervisor:
     ) -> None:
         """`cores` are those the process keeps to; None for all."""
         self._command = command
-        self._member = member
+        self._sink = sink
         self._on_ready = on_ready
         self._on_lost = on_lost
         self._load_seconds = load_seconds
@@ -56,10 +81,10 @@ class Supervisor:
 
     def drain(self) -> None:
         """Let the engine finish and exit, and do not start it again: `run` then returns."""
-        self._member.drain()
+        self._sink.drain()
 
     def _is_wanted(self) -> bool:
-        return not self._member.is_draining
+        return not self._sink.is_draining
 
     async def run(self) -> None:
         """Serve until `drain` or cancellation. Raises `EngineStartError` if the first engine never serves."""
@@ -93,7 +118,7 @@ class Supervisor:
                 async for event in events:
                     if isinstance(event, Ready):
                         raise EngineDiedError("the engine announced itself twice")
-                    self._member.dispatch(event)
+                    self._sink.dispatch(event)
             except EngineDiedError as died:
                 self._lose(EngineUnavailableError(f"the engine stopped while this request ran ({died})", "engine_died"))
                 raise
@@ -116,13 +141,13 @@ class Supervisor:
             await self._on_ready(ready)
         except ValueError as error:
             raise EngineStartError(str(error)) from error
-        self._member.attach(ready, process.send)
+        self._sink.attach(ready, process.send)
         self.pid, self._has_served = process.pid, True
         self._log.info("engine ready", pid=process.pid, engine=ready.description, blocks=ready.num_blocks)
 
     def _lose(self, error: EngineUnavailableError) -> None:
         """Tell everybody at once, before the process is certainly gone."""
         self.pid = None
-        self._member.detach(error)
+        self._sink.detach(error)
         if self._has_served and self._is_wanted():
             self._on_lost()

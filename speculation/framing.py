@@ -1,6 +1,7 @@
 """How messages travel over the socket between the front and an engine: both sides, and tests, use this file.
 
-A frame is a 4-byte little-endian length and so many bytes of MessagePack, one tagged message of `speculation.messages`.
+A frame is a 4-byte little-endian length and so many bytes of MessagePack, one tagged message: of
+`speculation.messages`, but for the first few between machines.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 import msgspec
-
-from speculation.messages import Command, Event
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """No message is longer: a longer announced length means that the two sides have lost step."""
@@ -26,7 +25,7 @@ class FramingError(ValueError):
     """The peer sent something that is no frame of ours; the connection is of no further use."""
 
 
-def encode_frame(message: Command | Event) -> bytes:
+def encode_frame(message: msgspec.Struct) -> bytes:
     """One message, ready for the socket. Raises `FramingError` if it is too long to be sent."""
     payload = _ENCODER.encode(message)
     if len(payload) > MAX_FRAME_BYTES:

@@ -79,7 +79,8 @@ class LocalEngines:
             await self._is_over.wait()
         finally:
             for task in tasks:
-                task.cancel()
+                if not task.cancelling():  # a second time would cut short how it ends its process
+                    task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.gather(*(reporter.close() for reporter in self._reporters))
 

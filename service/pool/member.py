@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -64,6 +65,8 @@ class Member:
         """Of an engine that says here what it holds; others tell the store."""
         self.is_warming = False
         """Whether it computes hot prefixes before it serves."""
+        self.opened = asyncio.Event()
+        """Set while it is loaded and warm."""
         self._pool = pool
         self._send: Send | None = None
 
@@ -113,11 +116,13 @@ class Member:
             send(Drain())
         if self.observer is not None:
             self.observer.joined()
-        self._pool.joined()
+        if not self.is_warming:
+            self.open()
 
     def open(self) -> None:
         """It is warm, and serves."""
         self.is_warming = False
+        self.opened.set()
         self._pool.joined()
 
     def detach(self, error: EngineUnavailableError) -> None:
@@ -125,6 +130,7 @@ class Member:
         had_served = self.ready is not None
         self.ready = self._send = None
         self.is_warming = False
+        self.opened.clear()
         self.totals.end_life()
         if had_served:
             self.num_deaths += 1

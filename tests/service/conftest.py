@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from service.app import ENGINE_LIFE, ENGINES, create_app
 from service.context import FRONT
 from service.front import Front
+from service.pool.settings import PoolSettings, TenantSettings
 from service.server import create_runner, url_of
 from service.settings import AuditSettings, LimitSettings, ServerSettings, Settings
 from service.supervisor import Supervisor
@@ -119,8 +120,15 @@ class Service:
         return self.app[FRONT]
 
     @property
+    def supervisors(self) -> list[Supervisor]:
+        return list(self.app[ENGINES].supervisors.values())
+
+    def app_supervisor(self, engine_id: str) -> Supervisor:
+        return self.app[ENGINES].supervisors[engine_id]
+
+    @property
     def supervisor(self) -> Supervisor:
-        return next(iter(self.app[ENGINES].supervisors.values()))
+        return self.supervisors[0]
 
     async def supervisor_life(self) -> None:
         """Wait until the engine is gone for good; raises what it ended with."""
@@ -187,11 +195,15 @@ async def start_service(model_folder: Path) -> AsyncIterator[StartService]:
             audit_share: float = 0.0,
             command: list[str] | None = None,
             wait: bool = True,
+            pool: PoolSettings = PoolSettings(),  # noqa: B008 - frozen
+            tenants: TenantSettings = TenantSettings(),  # noqa: B008 - frozen
             **engine: Any,
         ) -> Service:
             settings = Settings(
                 server=server,
                 limits=limits,
+                pool=pool,
+                tenants=tenants,
                 audit=AuditSettings(audit_share=audit_share),
                 engine=EngineSettings(**{"model": str(model_folder), **engine}),
                 profiles={"fast": NgramConfig(num_speculative_tokens=2)},

@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from cache_store.hashing import block_hashes, root_hash
 from speculation.framing import FrameReader, encode_frame
 from speculation.messages import (
     Abort,
+    BlocksChanged,
     Command,
     Drain,
     Event,
@@ -121,17 +123,19 @@ def rows(token_ids: list[int], num_top: int | None) -> list[TokenLogprob] | None
 class ScriptedEngine:
     """Serves until the front is gone."""
 
-    def __init__(self, connection: socket.socket, settings: EngineSettings) -> None:
+    def __init__(self, connection: socket.socket, settings: EngineSettings, fingerprint: str) -> None:
         self._connection = connection
         self._settings = settings
+        self._fingerprint = fingerprint
         self._running: dict[str, Running] = {}
+        self._held: set[bytes] = set()
         self._draining = False
         self._num_steps = 0
 
     def run(self) -> None:
         self._send(
             Ready(
-                model_fingerprint="scripted",
+                model_fingerprint=self._fingerprint,
                 model_folder=self._settings.model,
                 max_model_len=self._settings.max_model_len or 256,
                 vocab_size=VOCABULARY,
@@ -165,12 +169,22 @@ class ScriptedEngine:
                 self._send(Rejected(request_id=request_id, code="invalid", message="no", param="prompt"))
             case Submit():
                 self._running[command.request_id] = Running(command)
+                self._hold(command)
             case Abort(request_id):
                 if (running := self._running.pop(request_id, None)) is not None:
                     ended = SequenceOutput(request_id=request_id, finish_reason="abort", metrics=running.metrics())
                     self._send(StepOutputs([ended]))
             case Drain():
                 self._draining = True
+
+    def _hold(self, submit: Submit) -> None:
+        """Report the blocks of a prompt as held; none is ever evicted."""
+        root = root_hash(self._fingerprint, submit.cache_salt)
+        hashes = block_hashes(root, submit.prompt_token_ids, self._settings.block_size)
+        stored = [each for each in hashes if each not in self._held]
+        self._held.update(stored)
+        if stored:
+            self._send(BlocksChanged(stored, []))
 
     def _step(self) -> None:
         self._num_steps += 1
@@ -209,11 +223,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", required=True)
     parser.add_argument("--settings", required=True)
+    parser.add_argument("--fingerprint", default="scripted")
     arguments = parser.parse_args()
     settings = msgspec.json.decode(arguments.settings, type=EngineSettings)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(arguments.socket)
-        ScriptedEngine(connection, settings).run()
+        ScriptedEngine(connection, settings, arguments.fingerprint).run()
 
 
 if __name__ == "__main__":

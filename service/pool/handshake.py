@@ -1,0 +1,104 @@
+"""How a front and a stand-alone engine make sure of each other before a single command: a shared secret, both ways.
+
+    engine ──► Hello(nonce)          front ──► Claim(nonce, HMAC("front", both nonces))
+    engine ──► Welcome(HMAC("engine", both nonces))
+
+HMAC-SHA-256 [RFC 2104] over fresh nonces: the secret itself never travels, and nothing that was overheard helps later.
+It tells who connects, and hides nothing of what follows; where others can read or change what travels, use TLS.
+Frames are as everywhere between front and engine, but small.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import struct
+from typing import TypeVar
+
+import msgspec
+
+from speculation.framing import encode_frame
+
+PROTOCOL = "forerun 1"
+HANDSHAKE_SECONDS = 5.0
+MAX_BYTES = 4096
+"""Of a frame by somebody whom nobody knows yet."""
+NONCE_BYTES = 32
+
+MessageT = TypeVar("MessageT", bound=msgspec.Struct)
+
+
+class HandshakeError(ConnectionError):
+    """The other side is not who it should be, or no side of ours at all."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The engine speaks first."""
+
+    protocol: str
+    nonce: bytes
+
+
+class Claim(msgspec.Struct, frozen=True, tag="claim"):
+    """The front shows that it has the secret."""
+
+    nonce: bytes
+    mac: bytes
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """So does the engine."""
+
+    mac: bytes
+
+
+async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str | None) -> None:
+    """The engine's side. Raises `HandshakeError` for whoever does not have the secret, after a few seconds at most."""
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    try:
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
+            writer.write(encode_frame(Hello(PROTOCOL, nonce)))
+            claim = await _read(reader, Claim)
+    except (TimeoutError, OSError, EOFError) as error:
+        raise HandshakeError(f"no front: {str(error) or 'it said nothing'}") from error
+    if len(claim.nonce) != NONCE_BYTES or not hmac.compare_digest(
+        claim.mac, _mac(secret, b"front", nonce, claim.nonce)
+    ):
+        raise HandshakeError("a front with another secret")
+    writer.write(encode_frame(Welcome(_mac(secret, b"engine", nonce, claim.nonce))))
+
+
+async def join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str | None) -> None:
+    """The front's side. Raises `HandshakeError` for an engine that does not have the secret, or refuses ours."""
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    try:
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
+            hello = await _read(reader, Hello)
+            if hello.protocol != PROTOCOL:
+                raise HandshakeError(f"it speaks {hello.protocol[:32]!r}, this front {PROTOCOL!r}")
+            writer.write(encode_frame(Claim(nonce, _mac(secret, b"front", hello.nonce, nonce))))
+            welcome = await _read(reader, Welcome)
+    except EOFError as error:
+        raise HandshakeError("it refused this front: the secrets differ") from error
+    except TimeoutError as error:
+        raise HandshakeError("it said nothing") from error
+    if not hmac.compare_digest(welcome.mac, _mac(secret, b"engine", hello.nonce, nonce)):
+        raise HandshakeError("an engine with another secret")
+
+
+async def _read(reader: asyncio.StreamReader, kind: type[MessageT]) -> MessageT:
+    """One message, and no byte behind it."""
+    (length,) = struct.unpack("<I", await reader.readexactly(4))
+    if length > MAX_BYTES:
+        raise HandshakeError(f"a frame announces {length} bytes; the limit is {MAX_BYTES}")
+    try:
+        return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)
+    except msgspec.DecodeError as error:
+        raise HandshakeError(f"no {kind.__name__}: {error}") from error
+
+
+def _mac(secret: str | None, role: bytes, engine_nonce: bytes, front_nonce: bytes) -> bytes:
+    key = (secret or "").encode()
+    return hmac.digest(key, PROTOCOL.encode() + b"\0" + role + b"\0" + engine_nonce + front_nonce, hashlib.sha256)

@@ -1,0 +1,65 @@
+"""What protects the connections between fronts and stand-alone engines."""
+
+from __future__ import annotations
+
+import ipaddress
+import ssl
+from dataclasses import dataclass
+
+from service.pool.settings import PoolSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Security:
+    """A shared secret, certificates on both sides, both, or neither."""
+
+    secret: str | None = None
+    server_tls: ssl.SSLContext | None = None
+    client_tls: ssl.SSLContext | None = None
+
+    @classmethod
+    def load(cls, settings: PoolSettings) -> Security:
+        """Raises ValueError, naming the setting, for certificates that cannot be used."""
+        files = {"tls_cert": settings.tls_cert, "tls_key": settings.tls_key, "tls_ca": settings.tls_ca}
+        missing = [name for name, path in files.items() if path is None]
+        if len(missing) == len(files):
+            return cls(settings.secret)
+        if missing:
+            raise ValueError(f"{', '.join(missing)} missing: certificates need {', '.join(files)}, all three")
+        try:
+            server = _context(ssl.PROTOCOL_TLS_SERVER, settings)
+            client = _context(ssl.PROTOCOL_TLS_CLIENT, settings)
+        except (OSError, ssl.SSLError) as error:
+            raise ValueError(f"tls_cert, tls_key or tls_ca cannot be used: {error}") from error
+        return cls(settings.secret, server, client)
+
+    def check_listener(self, host: str) -> None:
+        """Raises ValueError where anybody on the network could reach an engine that asks nobody who he is."""
+        if self.secret is None and self.server_tls is None and not is_loopback(host):
+            raise ValueError(
+                f"listen is {host}, which others can reach: set secret (FORERUN_SECRET), or tls_cert, tls_key and "
+                "tls_ca; or listen on 127.0.0.1"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address. Names other than localhost may mean anything."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _context(protocol: int, settings: PoolSettings) -> ssl.SSLContext:
+    """Each side shows a certificate and demands one of the pool's own CA.
+
+    Names are not compared: engines come and go under addresses that no certificate lists, and whoever has a
+    certificate of this CA belongs to the pool.
+    """
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(settings.tls_ca)
+    context.load_cert_chain(str(settings.tls_cert), settings.tls_key)
+    return context
