@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from service.errors import did_you_mean
+from service.errors import ApiError, did_you_mean
+from service.experiments.validation import check_profile_name
 from service.pool.settings import ListenerSettings, PoolSettings, TenantSettings
 from service.validation import explain
 from speculation.messages import SpeculationConfig
@@ -184,9 +185,12 @@ def _read_file(path: Path) -> dict[str, Any]:
     for name, profile in tree.get("profiles", {}).items():
         named = {"speculation": profile}
         try:
+            check_profile_name(name)
             msgspec.convert(named, EngineSettings)
         except msgspec.ValidationError as error:
             raise SettingsError(f"{path}: profiles.{name}: {explain(str(error), named, EngineSettings)}") from error
+        except ApiError as error:
+            raise SettingsError(f"{path}: [profiles.{name}]: {error}") from error
     return tree
 
 

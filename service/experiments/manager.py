@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from typing import get_args
 
 import msgspec
 import structlog
@@ -25,12 +24,9 @@ from service.experiments.report import Report
 from service.experiments.store import ExperimentStore
 from service.experiments.tally import Outcome, Request, record
 from service.experiments.trace import Trace
-from service.experiments.validation import check_name, filter_warnings
+from service.experiments.validation import check_profile_name, filter_warnings
 from service.experiments.verdict import report_on
 from speculation.messages import SpeculationConfig, resolve
-
-METHODS = frozenset(str(kind.__struct_config__.tag) for kind in get_args(SpeculationConfig))
-"""What a request may name in place of a profile."""
 
 FLUSH_SECONDS = 0.5
 """How often this front hands over what it has seen and looks for changes: others know within a second."""
@@ -147,9 +143,7 @@ class Experiments:
 
     async def put_profile(self, name: str, config: SpeculationConfig, *, make_default: bool = False) -> Profile:
         """A new profile, or a new version of one, used from the next request on."""
-        check_name(name, "name")
-        if name in METHODS:
-            raise ApiError.invalid("name", f"name is {name!r}, which is a method; a profile needs another name")
+        check_profile_name(name)
         try:
             self._check(config)
         except ValueError as error:

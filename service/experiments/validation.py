@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import get_args
 
 import msgspec
 
@@ -20,6 +21,8 @@ HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
 """A header's name [RFC 9110]."""
 SECRET_HEADERS = frozenset({"authorization", "cookie", "proxy-authorization", "x-api-key"})
 """Definitions are shown to everybody who may see the page."""
+METHODS = frozenset(str(kind.__struct_config__.tag) for kind in get_args(SpeculationConfig))
+"""What a request may name in place of a profile."""
 
 
 def parse_definition(body: bytes) -> Definition:
@@ -47,6 +50,13 @@ def check_name(name: str, param: str) -> str:
     if not NAME.fullmatch(name):
         rule = "it must be 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"
         raise ApiError.invalid(param, f"{param} is {_shown(name)}; {rule}")
+    return name
+
+
+def check_profile_name(name: str) -> str:
+    """A name that a profile can have: no method's. Raises `ApiError` (400) for any other."""
+    if check_name(name, "name") in METHODS:
+        raise ApiError.invalid("name", f"name is {name!r}, which is a method; a profile needs another name")
     return name
 
 

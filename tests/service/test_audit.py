@@ -66,7 +66,9 @@ async def test_finished_requests_are_compared(start_service: StartService) -> No
 async def test_a_divergence_is_reported(start_service: StartService) -> None:
     """A request whose second token was wrong is found, named with both tokens, and counted in the metric."""
     service = await start_service(audit_share=1.0)
-    status, body = await service.post(TEXT, BODY | {"cache_salt": "wrong", "return_token_ids": True})
+    status, body = await service.post(
+        TEXT, BODY | {"speculation": "ngram", "cache_salt": "wrong", "return_token_ids": True}
+    )
     assert status == 200
     await audited(service, 1)
     _, report = await service.get("/v1/audit")

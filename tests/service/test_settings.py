@@ -77,6 +77,8 @@ def test_a_wrong_setting_is_named(arguments: list[str], environment: dict[str, s
         ("server = 3\n", "server is 3; it must be a table"),
         ("[server]\nport = 70000\n", "server.port is 70000: it must be an integer <= 65535"),
         ('[profiles.fast]\nmethod = "magic"\n', "known are 'none'"),
+        ('[profiles.ngram]\nmethod = "none"\n', "is a method"),
+        ('[profiles."<b>"]\nmethod = "none"\n', "letters, digits"),
         ("[server\n", "forerun.toml"),
     ],
 )
