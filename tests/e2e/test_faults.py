@@ -20,6 +20,8 @@ from target.errors import CheckpointError
 from tests.e2e.server import Server
 
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
+ENDLESS: dict[str, Any] = {**LONG, "max_tokens": 1500, "speculation": "none"}
+"""Takes longer than any deadline here, on any machine."""
 
 
 @pytest.fixture
@@ -29,7 +31,8 @@ def own_server(tmp_path: Path) -> Any:
         embedded_model_dir()
     except CheckpointError:
         pytest.skip("the embedded model is not fetched; `forerun fetch` fetches it")
-    with Server(tmp_path / "log", "--num-blocks", "128", "--shutdown-seconds", "5") as running:
+    flags = ("--num-blocks", "128", "--shutdown-seconds", "2", "--failover-seconds", "0.01")
+    with Server(tmp_path / "log", *flags) as running:
         yield running
 
 
@@ -62,10 +65,10 @@ async def test_departing_clients_leave_no_block_in_use(server: Server) -> None:
 
 
 async def test_a_killed_engine_is_reported_and_replaced(own_server: Server) -> None:
-    """A stream ends with an error event, readiness is lost and comes back, and the same request is then served."""
+    """Where nobody takes over in time a stream ends with an error event; readiness comes back, and it is served again."""
     pid = own_server.engine_pid()
     async with aiohttp.ClientSession() as client:
-        body = {**LONG, "stream": True, "seed": 1, "temperature": 0}
+        body = {**ENDLESS, "stream": True, "seed": 1, "temperature": 0}
         async with client.post(f"{own_server.url}/v1/completions", json=body) as response:
             await response.content.readline()
             os.kill(pid, signal.SIGKILL)
@@ -108,7 +111,7 @@ async def test_a_termination_has_a_deadline(own_server: Server) -> None:
     """An answer that would take longer than the deadline ends with an error, and the process is gone in time."""
     pid = own_server.engine_pid()
     async with aiohttp.ClientSession() as client:
-        inside = [asyncio.create_task(post(client, own_server, LONG)) for _ in range(4)]
+        inside = [asyncio.create_task(post(client, own_server, ENDLESS)) for _ in range(4)]
         await until_running(own_server)
         started = time.monotonic()
         assert await asyncio.to_thread(own_server.stop) == 0
