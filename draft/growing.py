@@ -39,6 +39,10 @@ class GrowingTree:
     def width(self) -> int:
         return self._width
 
+    @property
+    def depth(self) -> int:
+        return self._depth
+
     def grow(self, children: Sequence[tuple[int, Sequence[int], Sequence[float]]]) -> None:
         """The next level: for each parent (-1 the root) token ids and how likely each is there, likeliest first."""
         self._newest = len(self.token_ids)

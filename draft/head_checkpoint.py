@@ -42,12 +42,15 @@ class TargetTables:
 
 
 class HeadTensors:
-    """Every tensor of a head's folder, taken by name and shape; what nobody takes is reported."""
+    """Every tensor of a head's folder, taken by name and shape."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises `CheckpointError` for a folder without weights, or with files that are not whole."""
+    def __init__(self, folder: Path, prefixes: tuple[str, ...] = ("model.",)) -> None:
+        """Names may begin with one of `prefixes`. Raises `CheckpointError` for a folder without whole weight files."""
         self.folder = folder
-        self._tensors = {name.removeprefix("model."): tensor for name, tensor in _read_all(folder).items()}
+        self._tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in _read_all(folder).items():
+            prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+            self._tensors[name.removeprefix(prefix)] = tensor
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -73,7 +76,7 @@ def _read_all(folder: Path) -> dict[str, torch.Tensor]:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; a head is a folder with config.json and its weights")
     safe = sorted(path for path in folder.glob("*.safetensors"))
-    pickled = sorted(folder.glob("pytorch_model*.bin"))
+    pickled = [*sorted(folder.glob("pytorch_model*.bin")), *sorted(folder.glob("medusa_lm_head.pt"))]
     if not safe and not pickled:
         raise CheckpointError(f"{folder} holds no *.safetensors and no pytorch_model.bin; a head needs its weights")
     tensors: dict[str, torch.Tensor] = {}

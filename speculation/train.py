@@ -10,9 +10,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from draft.head_checkpoint import TargetTables
-from draft.training.eagle3_training import Eagle3Plan, paper_layers, train_eagle3
+from draft.training.course import Course, HeadPlan
+from draft.training.eagle3_training import paper_layers, train_eagle3
 from draft.training.feature_store import FeatureStore, StoreFormat
 from draft.training.head_export import STORAGES
+from draft.training.medusa_training import train_medusa
 from draft.training.prompts import ChatTokens, read_prompts
 from draft.training.trainer import TrainSettings
 from speculation.distill import BATCH, make_prompts, record_answers
@@ -43,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> None:
     target_dir = embedded_model_dir() if arguments.target == "embedded" else Path(arguments.target).expanduser()
     tables = TargetTables.of(target_dir)
-    layers = _layers(arguments, tables.config.num_layers)
+    layers = _layers(arguments, tables.config.num_layers) if arguments.method == "eagle3" else ()
     work = arguments.work or Path(f"{arguments.out}.work")
     work.mkdir(parents=True, exist_ok=True)
     fingerprint = model_fingerprint(target_dir, dtype=arguments.dtype, quantization=arguments.quantization)
@@ -67,12 +69,11 @@ def _run(arguments: argparse.Namespace) -> None:
         max_seconds=arguments.max_seconds,
         seed=arguments.seed,
     )
-    plan = Eagle3Plan(layers, arguments.vocabulary, arguments.steps, arguments.storage, not arguments.share_rows)
-    train_eagle3(
-        store,
-        tables,
-        plan,
-        settings,
+    course = Course(
+        store=store,
+        tables=tables,
+        plan=HeadPlan(layers, arguments.vocabulary, arguments.steps, arguments.storage, not arguments.share_rows),
+        settings=settings,
         work=work,
         out=arguments.out,
         record=record,
@@ -80,6 +81,7 @@ def _run(arguments: argparse.Namespace) -> None:
         progress=lambda total: tqdm(total=total, desc="updates", mininterval=2.0),
         note=tqdm.write,
     )
+    {"eagle3": train_eagle3, "medusa": train_medusa}[arguments.method](course)
 
 
 def _record(arguments: argparse.Namespace, target_dir: Path, store: FeatureStore, work: Path, fingerprint: str) -> None:
@@ -136,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a head that drafts for a target, on the target's own answers. Run again, it goes on.",
     )
     parser.add_argument("--target", default="embedded", help='a Hugging Face folder, or "embedded" (default)')
-    parser.add_argument("--method", choices=["eagle3"], default="eagle3")
+    parser.add_argument("--method", choices=["eagle3", "medusa"], default="eagle3")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write the head to")
     parser.add_argument("--work", type=Path, help="where recordings and unfinished training lie (default: OUT.work)")
     parser.add_argument("--prompts", type=Path, help="one prompt a line; without it the target makes its own")
@@ -145,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-disk-gb", type=float, default=8.0, help="most disk for recordings (%(default)s)")
     parser.add_argument("--feature-layers", help="target layers to read, as in 2,15,27 (default: the paper's)")
     parser.add_argument("--vocabulary", type=int, default=16384, help="tokens the head may guess (%(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="steps unrolled over the head's own outputs (%(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="positions it learns to guess (%(default)s)")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-pairs", type=int, default=1024, help="tokens an update learns from (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=3e-4)

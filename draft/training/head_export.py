@@ -46,6 +46,19 @@ def write_eagle3(
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
+def write_medusa(
+    folder: Path, tensors: Mapping[str, torch.Tensor], num_heads: int, *, target_name: str, storage: str
+) -> None:
+    """Write heads of one residual block in the layout of Medusa's authors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        stored |= _stored(name, tensor, storage)
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
+    fields = {"medusa_num_heads": num_heads, "medusa_num_layers": 1, "base_model_name_or_path": target_name}
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     """How the weights in `folder` were made, with their SHA-256, as training.json."""
     with (folder / "model.safetensors").open("rb") as file:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import nn
 
+from draft.training.lesson import HeadModule
 from draft.training.samples import Batch, Samples
 
 
@@ -39,7 +39,7 @@ class Lesson(Protocol):
     """What a head learns."""
 
     @property
-    def module(self) -> nn.Module:
+    def module(self) -> HeadModule:
         """Whose parameters are trained."""
 
     def loss(self, batch: Batch) -> torch.Tensor:

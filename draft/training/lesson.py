@@ -1,13 +1,27 @@
-"""What an EAGLE-3 head learns: the target's next-token distribution, behind features and behind its own outputs."""
+"""What heads learn: the target's next-token distribution, one position ahead and several."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import nn
 
-from draft.training.eagle3_module import Eagle3Module
 from draft.training.samples import Batch
+
+
+class HeadModule(Protocol):
+    """A head in training: says hidden states that the target's output rows turn into logits."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """What is trained."""
+
+    def forward(
+        self, features: torch.Tensor, token_ids: torch.Tensor, is_pair: torch.Tensor, num_steps: int
+    ) -> Iterator[torch.Tensor]:
+        """[B, P, E] for each of `num_steps` positions: output p of step s is of the token s + 1 behind pair p's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +36,7 @@ class Rows:
     """[K] the most frequent of them, which every loss looks at"""
 
 
-class Eagle3Lesson:
+class HeadLesson:
     """Cross-entropy against the target's own distribution at every position, over `num_steps` unrolled steps.
 
     The softmax of a loss runs over the common tokens, those of the batch, and a random sample of the rest: the output
@@ -31,7 +45,7 @@ class Eagle3Lesson:
 
     def __init__(
         self,
-        module: Eagle3Module,
+        module: HeadModule,
         rows: Rows,
         *,
         num_steps: int = 3,
@@ -49,7 +63,7 @@ class Eagle3Lesson:
         self._draft_rows = rows.lm_head[rows.target_ids]
 
     @property
-    def module(self) -> Eagle3Module:
+    def module(self) -> HeadModule:
         return self._module
 
     def loss(self, batch: Batch) -> torch.Tensor:
@@ -59,7 +73,7 @@ class Eagle3Lesson:
             wanted = torch.zeros(*batch.is_pair.shape, len(rows))
             wanted[batch.is_pair] = ((batch.states[batch.is_pair] @ rows.T) * self._sharpness).softmax(-1)
         total, weights = torch.zeros(()), 0.0
-        outputs = self._module(batch.features, batch.token_ids, batch.is_pair, self._num_steps)
+        outputs = self._module.forward(batch.features, batch.token_ids, batch.is_pair, self._num_steps)
         for step, hidden in enumerate(outputs):
             kept = batch.is_pair[:, step:]
             logprobs = (hidden[:, : kept.shape[1]][kept] @ rows.T).log_softmax(-1)
@@ -74,7 +88,7 @@ class Eagle3Lesson:
         right, count = torch.zeros(self._num_steps), torch.zeros(self._num_steps)
         said = torch.full(batch.is_pair.shape, -1)
         said[batch.is_answer] = (batch.states[batch.is_answer] @ self._rows.lm_head.T).argmax(-1)
-        outputs = self._module(batch.features, batch.token_ids, batch.is_pair, self._num_steps)
+        outputs = self._module.forward(batch.features, batch.token_ids, batch.is_pair, self._num_steps)
         for step, hidden in enumerate(outputs):
             kept = batch.is_answer[:, step:]
             columns = (hidden[:, : kept.shape[1]][kept] @ self._draft_rows.T).argmax(-1)
