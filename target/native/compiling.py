@@ -7,6 +7,7 @@ and optimise them once more for every level of calls.
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,16 +43,21 @@ def c_function(function: Callable[..., None], num_arguments: int) -> Any:
 def kept_in(cache_dir: Path, entry_point: Callable[..., object]) -> Iterator[bool]:
     """What is compiled inside is kept in `cache_dir` for the next process: C functions, and `entry_point`.
 
-    Gives whether something is there already. Code of other versions of these sources lies in folders of its own.
+    Gives whether something is there already. Code of other versions of these sources lies in folders of its own. Where
+    the folder cannot be written, nothing is kept.
     """
-    folder = cache_dir / "native" / _fingerprint()
-    folder.mkdir(parents=True, exist_ok=True)
-    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
-    try:
-        entry_point.enable_caching()  # type: ignore[attr-defined]  # a Numba dispatcher
-        yield next(folder.glob("*/*.nbi"), None) is not None
-    finally:
-        numba.config.CACHE_DIR = before
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = cache_dir / "native" / _fingerprint()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            folder = Path(temporary)
+        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
+        try:
+            entry_point.enable_caching()  # type: ignore[attr-defined]  # a Numba dispatcher
+            yield next(folder.glob("*/*.nbi"), None) is not None
+        finally:
+            numba.config.CACHE_DIR = before
 
 
 def _fingerprint() -> str:

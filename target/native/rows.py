@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from target.native.compiling import native
-from target.native.tiles import FLOAT, GROUP, Q4, Q8
+from target.native.tiles import FLOAT, GROUP, PANEL_BYTES, Q4, Q8, ROW_BYTES
 from target.native.vectors import (
     broadcast,
     exponential,
@@ -23,8 +23,9 @@ from target.native.vectors import (
     sum_lanes,
 )
 
-_PANEL_BYTES_Q4, _PANEL_BYTES_Q8, _PANEL_BYTES_FLOAT = 320, 544, 2048
-_ROW_BYTES_Q4, _ROW_BYTES_Q8, _ROW_BYTES_FLOAT = 40, 68, 128
+# Numba does not look into a dictionary.
+_PANEL_BYTES_Q4, _PANEL_BYTES_Q8, _PANEL_BYTES_FLOAT = (PANEL_BYTES[kind] for kind in (Q4, Q8, FLOAT))
+_ROW_BYTES_Q4, _ROW_BYTES_Q8, _ROW_BYTES_FLOAT = (ROW_BYTES[kind] for kind in (Q4, Q8, FLOAT))
 
 
 @native

@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from target.layout import BatchEntry
 from target.native.isa import ISAS, supported_isas
 from target.native.load import NativeUnsupported, load_native_runner, unsupported_reason
+from tests.target.forwards import run
 from tests.target.native.conftest import MakeRunner, ModelOf
 from tests.target.native.test_packing import CONFIG
 
@@ -59,6 +61,15 @@ def test_auto_is_int8_for_float_weights_and_the_best_instruction_set(
     best = max(supported_isas())
     assert "Q8_0 x int16" in runner.description
     assert next(name for name, number in ISAS.items() if number == best) in runner.description
+
+
+def test_a_cache_folder_that_cannot_be_written_is_done_without(
+    model_of: ModelOf, make_runner: MakeRunner, tmp_path: Path
+) -> None:
+    """The runner compiles into memory and works."""
+    (tmp_path / "file").touch()
+    runner = make_runner(model_of("llama"), num_threads=1, cache_dir=tmp_path / "file")
+    assert run(runner, BatchEntry(0, [1, 2], [1], logits_from=0)).shape == (2, 211)
 
 
 def test_machine_code_is_compiled_once(model_of: ModelOf, tmp_path: Path) -> None:
