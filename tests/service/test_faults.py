@@ -304,9 +304,9 @@ async def test_metrics_say_what_happened(service: Service) -> None:
     status, text = await service.get("/metrics")
     assert status == 200
     for line in (
-        'forerun_ttft_seconds_count{method="ngram"} 1.0',
-        'forerun_tpot_seconds_count{method="ngram"} 1.0',
-        'forerun_end_to_end_seconds_count{method="ngram"} 1.0',
+        'forerun_ttft_seconds_count{method="auto"} 1.0',
+        'forerun_tpot_seconds_count{method="auto"} 1.0',
+        'forerun_end_to_end_seconds_count{method="auto"} 1.0',
         "forerun_inter_token_seconds_count 2.0",
         'forerun_tokens_total{kind="completion"} 7.0',
         'forerun_requests_total{route="/v1/completions",status="200"} 1.0',
