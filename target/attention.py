@@ -12,6 +12,7 @@ import torch
 from target.attention_plan import AttentionPlan, AttentionPlanner, TileGroup
 from target.batch import ForwardBatch, IntArray
 from target.kv_pool import KVPool
+from target.rope import Rotation
 from target.row_stability import Tiles, scaled_product
 
 KEY_BLOCK = 128
@@ -27,11 +28,11 @@ class AttentionBackend(Protocol):
     def begin(self, batch: ForwardBatch, num_rows: int) -> None:
         """Prepare a forward of the batch, padded to `num_rows` rows: everything that does not depend on the layer."""
 
-    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, rotation: Rotation | None = None) -> torch.Tensor:
         """Write the layer's new keys and values into the pool, then let every row attend to what it sees.
 
-        `qkv`: [num_rows, H + 2K, D] query heads, key heads, value heads, rotated. Returns [num_rows, H * D]; padding
-        rows get zeros.
+        `qkv`: [num_rows, H + 2K, D] query heads, key heads, value heads; overwritten. `rotation` is applied to them
+        first; without it they are rotated already. Returns [num_rows, H * D]; padding rows get zeros.
         """
 
 
@@ -87,9 +88,11 @@ class TorchAttention:
         layout = _Layout(self._heads, self._tiles.query_multiple, self._pool.zero_slot + 1)
         self._work = _Forward(layout, self._planner.plan(batch), batch.slot_mapping, num_rows, self._pool.entries)
 
-    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, rotation: Rotation | None = None) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         assert self._work is not None, "attend before begin"
+        if rotation is not None:
+            rotation.apply(qkv, self._heads.num_heads, self._heads.num_kv_heads)
         return self._work.attend(self._flat[layer], qkv)
 
 

@@ -78,7 +78,7 @@ class AttentionPlanner:
 
     def plan(self, batch: ForwardBatch) -> AttentionPlan:
         """Cut a batch into tiles and key blocks, and group products of one shape."""
-        rows = _Rows(batch, self._key_block, self._window)
+        rows = RowSpans(batch, self._key_block, self._window)
         by_size: dict[int, list[_Tile]] = {}
         for sequence in range(len(batch.num_computed)):
             for tile in self._tiles(batch, rows, sequence):
@@ -90,7 +90,7 @@ class AttentionPlanner:
             1 << (longest - 1).bit_length(),
         )
 
-    def _tiles(self, batch: ForwardBatch, rows: _Rows, sequence: int) -> list[_Tile]:
+    def _tiles(self, batch: ForwardBatch, rows: RowSpans, sequence: int) -> list[_Tile]:
         """One sequence's tiles: rows in slot order together; a branching tree's full blocks, too; its tails alone."""
         start, end = int(batch.row_starts[sequence]), int(batch.row_starts[sequence + 1])
         in_order = np.flatnonzero(rows.in_slot_order[start:end]) + start
@@ -113,7 +113,7 @@ class AttentionPlanner:
         largest = self._tile_rows[-1]
         return [rows[i : i + largest] for i in range(0, len(rows), largest)]
 
-    def _tail(self, batch: ForwardBatch, rows: _Rows, sequence: int, row: int, tail_block: int) -> _Tile:
+    def _tail(self, batch: ForwardBatch, rows: RowSpans, sequence: int, row: int, tail_block: int) -> _Tile:
         """The last key blocks of one tree row: committed tokens, then its path, each at its logical place."""
         first, end = max(int(rows.first_block[row]), tail_block), int(rows.end_block[row])
         logical = np.arange(first * self._key_block, end * self._key_block)
@@ -134,7 +134,7 @@ class AttentionPlanner:
         slots = batch.block_tables[sequences, blocks] * self._block_size + logical % self._block_size
         return np.where(logical < total[sequences], slots, self._zero_slot)
 
-    def _group(self, batch: ForwardBatch, rows: _Rows, tiles: list[_Tile], size: int) -> TileGroup:
+    def _group(self, batch: ForwardBatch, rows: RowSpans, tiles: list[_Tile], size: int) -> TileGroup:
         """Lay tiles of one size out as items, a tile's rows against each of its key blocks."""
         counts = np.array([tile.end_block - tile.first_block for tile in tiles])
         tile_of = np.repeat(np.arange(len(tiles)), counts)
@@ -159,10 +159,14 @@ class AttentionPlanner:
         return TileGroup(item_rows[order], first[order], seen[order], slots[order], num_full, piece[order])
 
 
-class _Rows:
-    """For each row of a batch, the logical indices it sees: [first_key, visible)."""
+class RowSpans:
+    """For each row of a batch the logical indices it sees, [first_key, visible), and the key blocks these lie in.
+
+    `in_slot_order`: whether their logical order is that of the block table, as it is up to a tree's first branch.
+    """
 
     def __init__(self, batch: ForwardBatch, key_block: int, window: int | None) -> None:
+        self.block = key_block
         lengths = np.diff(batch.row_starts)
         within = np.arange(len(batch.token_ids)) - np.repeat(batch.row_starts[:-1], lengths)
         chain = np.repeat(batch.chain_lens, lengths)

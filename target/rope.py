@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from target.config import ModelConfig, RopeScaling
 
@@ -37,3 +39,26 @@ class RotaryTable:
         cos, sin = angles.cos(), angles.sin()
         self.cos = torch.cat((cos, cos), dim=-1).to(device, dtype)
         self.sin = torch.cat((-sin, sin), dim=-1).to(device, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What becomes of projected heads before they meet: normalised where the model does so, then rotated."""
+
+    cos: torch.Tensor
+    """[n, D] of `RotaryTable`, of each row's position"""
+    sin: torch.Tensor
+    """[n, D]"""
+    norms: tuple[torch.Tensor, torch.Tensor] | None
+    """[D] of the query heads, [D] of the key heads"""
+    eps: float
+
+    def apply(self, qkv: torch.Tensor, num_heads: int, num_kv_heads: int) -> None:
+        """Rotate the query and key heads of [n, H + 2K, D] in place."""
+        keys_end, size = num_heads + num_kv_heads, qkv.shape[-1]
+        if self.norms is not None:
+            for heads, weight in zip((qkv[:, :num_heads], qkv[:, num_heads:keys_end]), self.norms, strict=True):
+                heads.copy_(functional.rms_norm(heads, (size,), weight, self.eps))
+        rotated = qkv[:, :keys_end]
+        swapped = torch.cat((rotated[..., size // 2 :], rotated[..., : size // 2]), dim=-1)
+        rotated.mul_(self.cos[:, None]).addcmul_(swapped, self.sin[:, None])

@@ -10,6 +10,7 @@ from target.config import ModelConfig
 from target.decoder import Decoder
 from target.kv_pool import KVPool
 from target.linear import choose_products
+from target.operations import TorchOperations
 from target.rope import RotaryTable
 from target.row_stability import stable_operations, stable_tiles
 from target.weights import ModelWeights
@@ -52,7 +53,12 @@ class TorchRunner:
             head = choose_products([(weights.lm_head, None)], device, max_rows=32)
             tiles = stable_tiles(heads.queries_per_kv, heads.head_size, KEY_BLOCK, compute_dtype(dtype), device)
             self._decoder = Decoder(
-                config, weights, RotaryTable(config, max_model_len, dtype, device), body.make, device
+                config,
+                weights,
+                RotaryTable(config, max_model_len, dtype, device),
+                body.make,
+                TorchOperations(),
+                device,
             )
             self._head = head.make(weights.lm_head.to(device), None)
         self._row_counts, self._head_counts = body.row_counts, head.row_counts
@@ -75,7 +81,7 @@ class TorchRunner:
             token_ids, self._padded(batch.positions, num_rows), self._attention, batch.feature_layers
         )
         wanted = self._padded(batch.logit_rows, self._head_counts.padded(len(batch.logit_rows)))
-        logits = self._head(self._decoder.final_norm(hidden.index_select(0, wanted)))
+        logits = self._head(hidden.index_select(0, wanted))
         return ForwardOutput(
             logits[: len(batch.logit_rows)].float(), None if features is None else features[:num_new].float()
         )

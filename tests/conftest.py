@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Threads that spin at a barrier would keep the ones they wait for off the processor.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Triton's kernels run in its interpreter, on a CPU. With a CUDA device at hand, 0 runs what is marked `gpu`.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 from hypothesis import settings
