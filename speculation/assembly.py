@@ -22,13 +22,12 @@ from target.config import ModelConfig
 from target.embedded import cached_conversion, embedded_model_dir
 from target.fingerprint import model_fingerprint
 from target.hf_config import read_config
-from target.load import load_runner
+from target.load import kv_block_bytes, load_runner
 from target.runner import Runner
 
 DEFAULT_KV_MEMORY = 1 << 30
 """Bytes of the KV pool where nothing is set."""
 HEARTBEAT_SECONDS = 1.0
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 4}
 
 
 def assemble(settings: EngineSettings) -> tuple[Engine, Ready]:
@@ -36,7 +35,7 @@ def assemble(settings: EngineSettings) -> tuple[Engine, Ready]:
     cache_dir = Path(settings.cache_dir).expanduser()
     folder = model_folder(settings.model, cache_dir)
     config = read_config(folder)
-    num_blocks = settings.num_blocks or max(_kv_memory(settings) // _block_bytes(config, settings), 2)
+    num_blocks = settings.num_blocks or _num_blocks(config, settings)
     runner = _load(folder, settings, num_blocks)
     proposers: dict[str, Proposer] = lookup_proposers(settings.corpus_tokens)
     if settings.draft_model is not None:
@@ -44,7 +43,7 @@ def assemble(settings: EngineSettings) -> tuple[Engine, Ready]:
         require_same_tokenizer(folder, draft_folder)
         proposers["draft_model"] = _draft_model(draft_folder, settings, num_blocks, target=config)
     costs = StepCostModel()
-    identity = model_fingerprint(folder, dtype=settings.dtype, quantization=settings.quantization)
+    identity = model_fingerprint(folder, dtype=settings.dtype, quantization=_arithmetic(settings, runner))
     engine = Engine(
         runner,
         Roster(proposers),
@@ -103,18 +102,24 @@ def _draft_model(folder: Path, settings: EngineSettings, num_blocks: int, *, tar
     runner = _load(folder, settings, num_blocks)
     return DraftModelProposer(
         runner,
-        model_fingerprint=model_fingerprint(folder, dtype=settings.dtype, quantization=settings.quantization),
+        model_fingerprint=model_fingerprint(folder, dtype=settings.dtype, quantization=_arithmetic(settings, runner)),
         vocab_size=target.vocab_size,
         eos_token_ids=target.eos_token_ids,
         max_catch_up_tokens=settings.max_num_batched_tokens,
     )
 
 
-def _kv_memory(settings: EngineSettings) -> int:
-    return settings.kv_memory or DEFAULT_KV_MEMORY
+def _arithmetic(settings: EngineSettings, runner: Runner) -> str:
+    """What tells runners apart whose keys and values differ in their last bits: they must not share a prefix."""
+    return f"{settings.quantization}/{type(runner).__name__}"
 
 
-def _block_bytes(config: ModelConfig, settings: EngineSettings) -> int:
-    """Bytes of one block in every layer, keys and values."""
-    numbers = 2 * config.num_layers * config.num_kv_heads * config.head_size * settings.block_size
-    return numbers * ELEMENT_BYTES[settings.dtype]
+def _num_blocks(config: ModelConfig, settings: EngineSettings) -> int:
+    block_bytes = kv_block_bytes(
+        config,
+        block_size=settings.block_size,
+        device=settings.device,
+        dtype=settings.dtype,
+        backend=settings.backend,
+    )
+    return max((settings.kv_memory or DEFAULT_KV_MEMORY) // block_bytes, 2)

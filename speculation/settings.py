@@ -55,7 +55,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = None
     kv_memory: Annotated[
         PositiveInt | None,
-        Meta(description="bytes for the KV pool; without it and num_blocks a share of the free memory"),
+        Meta(description="bytes for the KV pool; without it and num_blocks 1 GiB"),
     ] = None
     block_size: Annotated[PositiveInt, Meta(description="tokens a block of the KV pool holds")] = 16
     max_model_len: Annotated[

@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from target.checkpoint import load_weights
+from target.config import ModelConfig
 from target.hf_config import read_config
-from target.native.load import NativeUnsupported, load_native_runner
+from target.native.load import NativeUnsupported, load_native_runner, unsupported_reason
 from target.runner import Runner
 from target.torch_runner import TorchRunner
 
@@ -45,9 +46,9 @@ def load_runner(
         raise ValueError(f"max_model_len is {length}; the model has positions for 1 to {config.max_model_len}")
     place = _device(device)
     reason = ""
-    if backend == "native" or (backend == "auto" and place.type == "cpu" and dtype == "auto"):
+    if _wants_native(place, dtype, backend):
         try:
-            return load_native_runner(
+            runner = load_native_runner(
                 config,
                 model_dir,
                 num_blocks=num_blocks,
@@ -56,6 +57,8 @@ def load_runner(
                 num_threads=num_threads,
                 max_model_len=length,
             )
+            torch.set_num_threads(1)  # what little torch still does would only take cores from the native step
+            return runner
         except NativeUnsupported as unsupported:
             if backend == "native":
                 raise
@@ -63,11 +66,23 @@ def load_runner(
     if quantization not in {"auto", "none"}:
         raise ValueError(f"quantization is {quantization!r}; torch computes unquantised{reason}")
     weights = load_weights(model_dir, config, _dtype(dtype, place))
-    runner = TorchRunner(
+    torch_runner = TorchRunner(
         config, weights, num_blocks=num_blocks, block_size=block_size, max_model_len=length, device=place
     )
-    runner.description += reason
-    return runner
+    torch_runner.description += reason
+    return torch_runner
+
+
+def kv_block_bytes(config: ModelConfig, *, block_size: int, device: str, dtype: str, backend: str) -> int:
+    """Bytes of one block of the KV pool, keys and values of every layer, of what `load_runner` would make."""
+    place = _device(device)
+    is_native = _wants_native(place, dtype, backend) and unsupported_reason(config, block_size) is None
+    number_bytes = 2 if is_native else _dtype(dtype, place).itemsize
+    return 2 * config.num_layers * config.num_kv_heads * config.head_size * block_size * number_bytes
+
+
+def _wants_native(device: torch.device, dtype: str, backend: str) -> bool:
+    return backend == "native" or (backend == "auto" and device.type == "cpu" and dtype == "auto")
 
 
 def _device(name: str) -> torch.device:
