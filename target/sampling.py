@@ -93,7 +93,10 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledRows:
     adjusted = _adjust(logits, rows)
     is_plain = adjusted.device.type == "cpu" and adjusted.dtype == torch.float32 and adjusted.stride(1) == 1
     kernel = _native_kernel() if is_plain else None
-    chosen = choose(adjusted, rows) if kernel is None else _choose_natively(kernel, adjusted, rows)
+    if adjusted.device.type == "cuda":
+        chosen = _choose_on_device(adjusted, rows)
+    else:
+        chosen = choose(adjusted, rows) if kernel is None else _choose_natively(kernel, adjusted, rows)
     asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     if not asked:
         return SampledRows(chosen.tolist(), [None] * len(rows))
@@ -128,6 +131,16 @@ def _native_kernel() -> Callable[..., None] | None:
     from target.native.isa import native_supported
 
     return compiled_chooser(default_cache_dir()) if native_supported()[0] else None
+
+
+def _choose_on_device(adjusted: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """What `choose` gives; rows that need no sorting without a temporary as large as the vocabulary."""
+    if any(row.params.top_k or row.params.top_p < 1.0 for row in rows):
+        return choose(adjusted, rows)
+    # Triton is needed where there is a CUDA device, and nowhere else.
+    from target.triton.sampling import choose_unfiltered
+
+    return choose_unfiltered(adjusted, [row.params for row in rows], [row.position for row in rows])
 
 
 def _choose_natively(kernel: Callable[..., None], adjusted: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
