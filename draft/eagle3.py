@@ -19,7 +19,7 @@ from cache_store.hashing import block_hash, root_hash
 from draft.backlog import Backlog
 from draft.candidates import best_candidates
 from draft.config import SingleConfig, bounds_of, single_configs
-from draft.eagle3_head import Eagle3Head
+from draft.eagle3_head import PairHead
 from draft.growing import TREE_WIDTH, GrowingTree
 from draft.proposer import DraftContext, Features
 from draft.tree import Draft
@@ -70,7 +70,7 @@ class Eagle3Proposer:
 
     name = "eagle3"
 
-    def __init__(self, head: Eagle3Head, *, eos_token_ids: tuple[int, ...], max_catch_up_tokens: int = 512) -> None:
+    def __init__(self, head: PairHead, *, eos_token_ids: tuple[int, ...], max_catch_up_tokens: int = 512) -> None:
         """`eos_token_ids` are the target's; at most `max_catch_up_tokens` pairs are computed before the first guess."""
         self.needs_features = head.config.feature_layers
         self._head = head

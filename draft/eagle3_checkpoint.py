@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from draft.eagle3_head import Eagle3Architecture, Eagle3Head, Eagle3Weights, FeatureNorm
+from draft.eagle3_head import Eagle3Architecture, Eagle3Head, Eagle3Weights, FeatureNorm, PairHead
+from draft.eagle3_native import NativeEagle3Head, native_head_obstacle
 from draft.head_checkpoint import HeadTensors, TargetTables
 from target.config import ModelConfig
 from target.errors import CheckpointError
@@ -51,14 +52,32 @@ def load_eagle3(
     dtype: torch.dtype,
     device: torch.device,
     shift_layers: int = 0,
-) -> Eagle3Head:
+    is_native: bool = False,
+    cache_dir: Path | None = None,
+) -> PairHead:
     """The head in `folder` for the target of `tables`.
 
-    `shift_layers` is added to the layers it says it reads: checkpoints differ in whether they count the embedding.
+    `is_native` asks for the native head, which keeps 8-bit weights and its machine code in `cache_dir`, where this
+    processor and this head allow it. `shift_layers` is added to the layers it says it reads: checkpoints differ in
+    whether they count the embedding.
     Raises `CheckpointError`, naming the field or tensor, for what is missing or does not fit the target.
     """
     config = read_eagle3_config(folder, tables.config, shift_layers=shift_layers)
     weights = read_eagle3_weights(folder, config, tables, dtype, device)
+    if is_native:
+        obstacle = native_head_obstacle(config, block_size)
+        if obstacle is None:
+            # One thread: a head is so small that two would wait for one another longer than they compute.
+            return NativeEagle3Head(
+                config,
+                weights,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                num_threads=1,
+                cache_dir=cache_dir,
+                progress=logger.info,
+            )
+        logger.info("%s: computed in plain torch: %s", folder, obstacle)
     return Eagle3Head(config, weights, num_blocks=num_blocks, block_size=block_size)
 
 

@@ -8,7 +8,7 @@ with its own output in place of the feature.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch.nn import functional
@@ -20,6 +20,7 @@ from target.kv_pool import KVPool
 from target.linear import can_pack, packed_linear, plain_linear
 from target.rope import RotaryTable
 from target.row_stability import Tiles
+from target.runner import MovableKV
 
 FeatureNorm = Literal["none", "each", "all"]
 
@@ -77,8 +78,31 @@ class Eagle3Weights:
     """[vocabulary, E], of any float dtype"""
 
 
+class PairHead(Protocol):
+    """A loaded head with its KV pool, as the proposer sees it."""
+
+    @property
+    def config(self) -> Eagle3Architecture: ...
+
+    @property
+    def target_ids(self) -> torch.Tensor:
+        """[C] ascending"""
+
+    @property
+    def kv_pool(self) -> MovableKV: ...
+
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
+        """[n, E] of features [n, A * E]."""
+
+    def forward(self, batch: ForwardBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the pairs' keys and values; logits [R, C] float and outputs [R, E] of the batch's logit rows.
+
+        `batch` carries each pair's token; `hidden` [T, E] its feature, or a former output of this function.
+        """
+
+
 class Eagle3Head:
-    """A head with its own KV pool of one layer. Everything it knows of a sequence is in the pool."""
+    """A `PairHead` in plain torch. Everything it knows of a sequence is in its KV pool of one layer."""
 
     def __init__(self, config: Eagle3Architecture, weights: Eagle3Weights, *, num_blocks: int, block_size: int) -> None:
         """`weights` on the device and in the dtype to compute in; the embedding may be anywhere, in any dtype."""
@@ -108,7 +132,7 @@ class Eagle3Head:
 
     @torch.inference_mode()
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
-        """[n, E] of features [n, A * E]."""
+        """See `PairHead.fuse`."""
         states = states.to(self.device, self._dtype)
         if self.config.feature_norm == "all":
             states = self._normed(states, self._weights.feature_norm)
@@ -121,10 +145,7 @@ class Eagle3Head:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the pairs' keys and values; logits [R, C] float and outputs [R, E] of the batch's logit rows.
-
-        `batch` carries each pair's token; `hidden` [T, E] its feature, or a former output of this function.
-        """
+        """See `PairHead.forward`."""
         weights = self._weights
         wanted = torch.from_numpy(batch.logit_rows).to(self.device)
         features = self._normed(hidden, weights.hidden_norm)

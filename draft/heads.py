@@ -29,6 +29,10 @@ class HeadPlace:
     """Of its KV pool, where it has one."""
     block_size: int
     max_catch_up_tokens: int = 512
+    is_native: bool = False
+    """Whether an EAGLE-3 head is to be computed by machine code of its own, on a CPU that allows it."""
+    cache_dir: Path | None = None
+    """Where that is kept; by default where converted models are."""
     shift_layers: int = 0
     """Added to the target layers that an EAGLE-3 checkpoint says it reads."""
 
@@ -67,6 +71,8 @@ def load_head(folder: Path, tables: TargetTables, place: HeadPlace) -> Eagle3Pro
                 dtype=place.dtype,
                 device=place.device,
                 shift_layers=place.shift_layers,
+                is_native=place.is_native,
+                cache_dir=place.cache_dir,
             )
             return Eagle3Proposer(head, eos_token_ids=eos_token_ids, max_catch_up_tokens=place.max_catch_up_tokens)
         case "medusa":

@@ -149,8 +149,15 @@ def _run(arguments: argparse.Namespace) -> dict[str, Tally]:
             eos_token_ids=tables.config.eos_token_ids,
         )
     else:
-        dtype = DTYPES[arguments.dtype] if arguments.dtype != "auto" else head_dtype(runner.device)
-        place = HeadPlace(runner.device, dtype, num_blocks, BLOCK_SIZE, shift_layers=arguments.shift_layers)
+        is_auto = arguments.dtype == "auto"
+        place = HeadPlace(
+            runner.device,
+            head_dtype(runner.device) if is_auto else DTYPES[arguments.dtype],
+            num_blocks,
+            BLOCK_SIZE,
+            is_native=is_auto and arguments.backend != "torch" and runner.device.type == "cpu",
+            shift_layers=arguments.shift_layers,
+        )
         proposer = load_head(arguments.draft, tables, place)
     fields = {
         "method": method,

@@ -85,7 +85,7 @@ def _normed(model: Record, batch: Record, thread: int, weight: int) -> int:
 
 
 @native
-def _multiply(
+def multiply(
     model: Record, panels: int, num_panels: int, groups: int, x: int, x_stride: int, rows: int, out: int, stride: int
 ) -> None:
     """out[r, :16 num_panels] = x[r] @ panels, for rows of one tile."""
@@ -98,9 +98,14 @@ def _multiply(
 def project_qkv(model: Record, layer: Record, batch: Record, thread: int) -> None:
     """Queries, rotated, into their room; keys, rotated, and values into the cache."""
     x = _normed(model, batch, thread, layer.input_norm)
-    heads = model.num_heads + 2 * model.num_kv_heads
-    size, groups = model.head_size, model.hidden_size // 32
-    panels, stride = size // 16, batch.normed_stride
+    project_heads(model, layer, batch, thread, x, batch.normed_stride, model.hidden_size // 32)
+
+
+@native
+def project_heads(model: Record, layer: Record, batch: Record, thread: int, x: int, stride: int, groups: int) -> None:
+    """As `project_qkv`, of rows encoded at `x`; a task is one head and a chunk of rows."""
+    heads, size = model.num_heads + 2 * model.num_kv_heads, model.head_size
+    panels = size // 16
     weight_stride = panels * groups * panel_bytes(model.body_kind)
     tile = batch.scratch + thread * batch.scratch_stride + batch.own_tile
     while True:
@@ -112,7 +117,7 @@ def project_qkv(model: Record, layer: Record, batch: Record, thread: int) -> Non
         for first in range(start, end, model.tile_rows):
             rows = min(model.tile_rows, end - first)
             source = x + stride * first
-            _multiply(model, layer.qkv + head * weight_stride, panels, groups, source, stride, rows, tile, 4 * size)
+            multiply(model, layer.qkv + head * weight_stride, panels, groups, source, stride, rows, tile, 4 * size)
             for r in range(rows):
                 _finish_head(model, layer, batch, head, first + r, tile + 4 * size * r)
 
@@ -175,7 +180,7 @@ def _add_product(model: Record, batch: Record, thread: int, panels: int, groups:
         end = min(start + CHUNK, batch.num_rows)
         for first in range(start, end, model.tile_rows):
             rows = min(model.tile_rows, end - first)
-            _multiply(model, panels + panel * weight_stride, 1, groups, x + x_stride * first, x_stride, rows, tile, 64)
+            multiply(model, panels + panel * weight_stride, 1, groups, x + x_stride * first, x_stride, rows, tile, 64)
             for r in range(rows):
                 add_to(batch.hidden + 4 * (model.hidden_size * (first + r) + 16 * panel), tile + 64 * r, 16)
 
@@ -199,7 +204,7 @@ def project_gate_up(model: Record, layer: Record, batch: Record, thread: int) ->
         end = min(start + CHUNK, batch.num_rows)
         for first in range(start, end, model.tile_rows):
             rows = min(model.tile_rows, end - first)
-            _multiply(
+            multiply(
                 model, layer.gate_up + part * weight_stride, 4, groups, x + stride * first, stride, rows, tile, 256
             )
             for r in range(rows):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
-import weakref
 from typing import Any
 
 import numpy as np
@@ -19,9 +17,10 @@ from target.native.kv_pool import NativeKVPool
 from target.native.memory import Arena, address_of, aligned_size
 from target.native.packed_model import KIND_NAMES, PackedModel
 from target.native.records import BatchRecord, LayerRecord, ModelRecord, as_array
-from target.native.step import WAKE_ONLY, run
-from target.native.threads import STOPPED, control_bytes
+from target.native.step import run
+from target.native.threads import control_bytes
 from target.native.tiles import product_kernel, tile_rows
+from target.native.workers import Workers
 from target.native.workspace import Workspace
 from target.rope import RotaryTable
 
@@ -129,14 +128,7 @@ class NativeRunner:
         """Compile with an empty step of one thread, then let the others wait for the next."""
         self._run()
         self._model["num_threads"] = self._num_threads
-        arguments = (self._model, self._layers, self._batch)
-        threads = [
-            threading.Thread(target=run, args=(*arguments, i), name=f"forerun-native-{i}", daemon=True)
-            for i in range(1, self._num_threads)
-        ]
-        for thread in threads:
-            thread.start()
-        self._finalizer = weakref.finalize(self, _stop, self._control, arguments, threads)
+        self._workers = Workers(run, self._control, (self._model, self._layers, self._batch), self._num_threads)
 
     @property
     def weight_bytes(self) -> int:
@@ -145,19 +137,19 @@ class NativeRunner:
 
     def close(self) -> None:
         """End the threads. The runner cannot be used afterwards."""
-        self._finalizer()
+        self._workers.close()
 
     def _run(self) -> None:
         run(self._model, self._layers, self._batch, 0)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """See `target.runner.Runner.forward`."""
-        if not self._finalizer.alive:
+        if self._workers.are_closed:
             raise RuntimeError("this runner is closed")
         self._check(batch)
         num_rows, num_logits = len(batch.token_ids), len(batch.logit_rows)
         self._ensure_room(batch)
-        staged = _Staged(batch, self.kv_pool.block_size)
+        staged = StagedBatch(batch, self.kv_pool.block_size)
         logits = torch.empty((num_logits, 16 * self._vocab_panels), dtype=torch.float32)
         features, columns = self._features(batch)
         self._batch[0] = BatchRecord(
@@ -232,7 +224,7 @@ def _placed(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return Arena(aligned_size(array)).place(array)
 
 
-class _Staged:
+class StagedBatch:
     """A batch's integers side by side in one buffer, and where each array begins."""
 
     def __init__(self, batch: ForwardBatch, block_size: int) -> None:
@@ -262,11 +254,3 @@ def _tile_tables(block_tables: IntArray, block_size: int) -> IntArray:
         return block_tables
     tiles = block_tables[:, :, None] * ratio + np.arange(ratio)
     return tiles.reshape(len(block_tables), -1)
-
-
-def _stop(control: npt.NDArray[np.int32], arguments: tuple[Any, ...], threads: list[threading.Thread]) -> None:
-    """Tell the workers to end and wait for them; `arguments` are what they read until then."""
-    control[STOPPED // 4] = 1
-    run(*arguments, WAKE_ONLY)
-    for thread in threads:
-        thread.join()

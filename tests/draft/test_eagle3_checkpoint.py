@@ -32,7 +32,9 @@ def tables() -> TargetTables:
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float64) -> Eagle3Head:
-    return load_eagle3(folder, tables(), num_blocks=16, block_size=4, dtype=dtype, device=torch.device("cpu"))
+    head = load_eagle3(folder, tables(), num_blocks=16, block_size=4, dtype=dtype, device=torch.device("cpu"))
+    assert isinstance(head, Eagle3Head)
+    return head
 
 
 def copied(folder: Path, variant: str = "eagle3_llama") -> Path:

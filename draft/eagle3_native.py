@@ -1,0 +1,266 @@
+"""The EAGLE-3 head on a CPU as one native call: quantised products and the attention of the target's native step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+
+from draft.eagle3_head import Eagle3Architecture, Eagle3Weights
+from target.batch import ForwardBatch
+from target.embedded import default_cache_dir
+from target.native.attention_tiles import TILE, mix_kernel, mix_width, queries_at_once, score_kernel, tiles_at_once
+from target.native.compiling import kept_in
+from target.native.isa import native_supported, supported_isas
+from target.native.kv_pool import NativeKVPool
+from target.native.memory import Arena, address_of, aligned_size
+from target.native.packing import interleave_gate_up, pack
+from target.native.pair_step import PairRecord, run_pairs
+from target.native.records import BatchRecord, LayerRecord, ModelRecord, as_array
+from target.native.runner import SPIN_TICKS, StagedBatch
+from target.native.threads import control_bytes
+from target.native.tiles import GROUP, Q8, ROW_BYTES, product_kernel, tile_rows
+from target.native.workers import Workers
+from target.native.workspace import Workspace
+from target.rope import RotaryTable
+
+Floats = npt.NDArray[np.float32]
+
+
+def native_head_obstacle(config: Eagle3Architecture, block_size: int) -> str | None:
+    """Why a head cannot be computed natively here; None if it can."""
+    possible, reason = native_supported()
+    if not possible:
+        return reason
+    if block_size % TILE:
+        return f"block_size is {block_size}; the native head needs a multiple of {TILE}"
+    for name in ("hidden_size", "intermediate_size", "head_size"):
+        if getattr(config.layer, name) % GROUP:
+            return f"{name} is {getattr(config.layer, name)}; the native head needs a multiple of {GROUP}"
+    return None
+
+
+class NativeEagle3Head:
+    """A `draft.eagle3_head.PairHead` whose weights are 8-bit groups of 32.
+
+    Owns `num_threads - 1` threads, which sleep between calls.
+    """
+
+    def __init__(
+        self,
+        config: Eagle3Architecture,
+        weights: Eagle3Weights,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_threads: int,
+        cache_dir: Path | None = None,
+        progress: Callable[[str], None] = lambda _message: None,
+    ) -> None:
+        """`cache_dir`: where machine code is kept; `progress` is told when it has to be made, which takes seconds."""
+        layer = config.layer
+        self.config = config
+        self.device = torch.device("cpu")
+        self.target_ids = weights.target_ids
+        self.kv_pool = NativeKVPool(layer, num_blocks=num_blocks, block_size=block_size)
+        self._embed = weights.embed
+        self._norm = weights.norm.float()
+        self._isa = supported_isas()[-1]
+        self._num_threads = num_threads
+        self._num_draft = len(weights.lm_head)
+        self._packed = _Packed(config, weights)
+        self._kernels = (
+            product_kernel(Q8, self._isa),
+            score_kernel(self._isa),
+            mix_kernel(self._isa, mix_width(self._isa, layer.head_size)),
+        )
+        self._control = Arena(control_bytes(num_threads)).empty((control_bytes(num_threads) // 4,), np.int32)
+        self._model = as_array(self._model_record())
+        self._layer = as_array(self._layer_record())
+        self._workspace = self._make_workspace(max_rows=16, max_logits=16, max_context=512)
+        empty = BatchRecord(**(dict.fromkeys(BatchRecord._fields, 0) | self._workspace.fields))
+        self._batch = as_array(empty)
+        self._pair = as_array(self._pair_record())
+        with kept_in(cache_dir or default_cache_dir(), run_pairs) as compiled_before:
+            if not compiled_before:
+                progress("compiling the native head for this processor; this happens once")
+            self._run()
+        self._model["num_threads"] = num_threads
+        arguments = (self._model, self._layer, self._batch, self._pair)
+        self._workers = Workers(run_pairs, self._control, arguments, num_threads)
+
+    def close(self) -> None:
+        """End the threads. The head cannot be used afterwards."""
+        self._workers.close()
+
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
+        """See `PairHead.fuse`."""
+        features = np.array(states.detach().cpu().float().numpy(), order="C")
+        fused = torch.empty(len(features), self.config.layer.hidden_size)
+        stride = features.shape[1] // GROUP * ROW_BYTES[Q8]
+        room = np.empty(stride * len(features) + 64, np.uint8)
+        self._batch["num_rows"] = 0
+        self._pair[0] = self._pair_record(
+            num_fused=len(features),
+            features=address_of(features),
+            fused=fused.data_ptr(),
+            fused_rows=_aligned(room),
+            fused_stride=stride,
+        )
+        self._run()
+        return fused
+
+    def forward(self, batch: ForwardBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `PairHead.forward`."""
+        num_rows, num_logits = len(batch.token_ids), len(batch.logit_rows)
+        self._ensure_room(batch)
+        staged = StagedBatch(batch, self.kv_pool.block_size)
+        outputs = hidden.detach().to(torch.float32, copy=True).contiguous()
+        embedded = self._embed.index_select(0, torch.from_numpy(batch.token_ids)).float()
+        logits = torch.empty(num_logits, self._num_panels * 16)
+        size = self.config.layer.hidden_size
+        stride = 2 * size // GROUP * ROW_BYTES[Q8]
+        room = np.empty(stride * num_rows + 64, np.uint8)
+        fields = self._workspace.fields | {"hidden": outputs.data_ptr()}
+        self._batch[0] = BatchRecord(
+            num_rows=num_rows,
+            num_logits=num_logits,
+            num_sequences=len(batch.num_computed),
+            **staged.fields,
+            logits=logits.data_ptr(),
+            logits_stride=64 * self._num_panels,
+            features=0,
+            features_stride=0,
+            feature_columns=0,
+            **fields,
+        )
+        self._pair[0] = self._pair_record(embedded=embedded.data_ptr(), joined=_aligned(room), joined_stride=stride)
+        self._run()
+        wanted = outputs[torch.from_numpy(batch.logit_rows)]
+        if self.config.norm_output:
+            wanted = functional.rms_norm(wanted, (size,), self._norm, self.config.layer.rms_norm_eps)
+        return logits[:, : self._num_draft], wanted
+
+    @property
+    def _num_panels(self) -> int:
+        return -(-self._num_draft // 16)
+
+    def _run(self) -> None:
+        run_pairs(self._model, self._layer, self._batch, self._pair, 0)
+
+    def _ensure_room(self, batch: ForwardBatch) -> None:
+        """Replace the workspace by a larger one where the call would not fit."""
+        room = self._workspace
+        needs = len(batch.token_ids), len(batch.logit_rows), batch.block_tables.shape[1] * self.kv_pool.block_size
+        if not room.fits(*needs):
+            has = room.max_rows, room.max_logits, room.max_context
+            rows, wanted, context = (
+                have if need <= have else 1 << (need - 1).bit_length() for need, have in zip(needs, has, strict=True)
+            )
+            self._workspace = self._make_workspace(max_rows=rows, max_logits=wanted, max_context=context)
+
+    def _make_workspace(self, *, max_rows: int, max_logits: int, max_context: int) -> Workspace:
+        return Workspace(
+            self.config.layer,
+            Q8,
+            Q8,
+            self._isa,
+            num_threads=self._num_threads,
+            max_rows=max_rows,
+            max_logits=max_logits,
+            max_context=max_context,
+        )
+
+    def _model_record(self) -> ModelRecord:
+        layer, isa, packed = self.config.layer, self._isa, self._packed
+        return ModelRecord(
+            num_layers=1,
+            hidden_size=layer.hidden_size,
+            intermediate_size=layer.intermediate_size,
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_size=layer.head_size,
+            vocab_panels=self._num_panels,
+            body_kind=Q8,
+            head_kind=Q8,
+            body_product=self._kernels[0].address,
+            head_product=self._kernels[0].address,
+            score_kernel=self._kernels[1].address,
+            mix_kernel=self._kernels[2].address,
+            tile_rows=tile_rows(isa),
+            unit_rows=max(1, queries_at_once(isa) * layer.num_kv_heads // layer.num_heads),
+            max_queries=queries_at_once(isa),
+            max_tiles=tiles_at_once(isa),
+            mix_width=mix_width(isa, layer.head_size),
+            embed=0,
+            head=packed.address("lm_head"),
+            norm=packed.address("norm"),
+            cos=packed.address("cos"),
+            sin=packed.address("sin"),
+            tile_stride=layer.num_kv_heads * layer.head_size * TILE * 2,
+            control=address_of(self._control),
+            num_threads=1,
+            spin_ticks=SPIN_TICKS,
+            eps=layer.rms_norm_eps,
+            score_scale=1.0 / math.sqrt(layer.head_size),
+        )
+
+    def _layer_record(self) -> LayerRecord:
+        return LayerRecord(
+            **{name: self._packed.address(name) for name in LayerRecord._fields[:-2]},
+            keys=address_of(self.kv_pool.keys[0]),
+            values=address_of(self.kv_pool.values[0]),
+        )
+
+    def _pair_record(self, **fields: int) -> PairRecord:
+        fixed = {
+            "fc": self._packed.address("fc"),
+            "feature_norm": self._packed.address("feature_norm"),
+            "hidden_norm": self._packed.address("hidden_norm"),
+            "num_parts": len(self.config.feature_layers),
+            "norms_each": int(self.config.feature_norm == "each"),
+            "norm_before_residual": int(self.config.norm_before_residual),
+        }
+        return PairRecord(**(dict.fromkeys(PairRecord._fields, 0) | fixed | fields))
+
+
+class _Packed:
+    """Every array of a head in one arena, by name."""
+
+    def __init__(self, config: Eagle3Architecture, weights: Eagle3Weights) -> None:
+        layer = config.layer
+        rotary = RotaryTable(layer, layer.max_model_len, torch.float32, torch.device("cpu"))
+        half = layer.head_size // 2
+        names = ("input_norm", "hidden_norm", "q_norm", "k_norm", "post_norm", "norm", "feature_norm")
+        vectors = {name: vector for name in names if (vector := getattr(weights, name)) is not None}
+        arrays: dict[str, npt.NDArray[np.generic]] = {
+            "fc": pack(_floats(weights.fc), Q8),
+            "qkv": pack(_floats(weights.qkv), Q8),
+            "output": pack(_floats(weights.output), Q8),
+            "gate_up": pack(interleave_gate_up(_floats(weights.gate_up)), Q8),
+            "down": pack(_floats(weights.down), Q8),
+            "lm_head": pack(_floats(weights.lm_head), Q8),
+            "cos": np.ascontiguousarray(rotary.cos[:, :half].numpy()),
+            "sin": np.ascontiguousarray(rotary.sin[:, half:].numpy()),
+            **{name: _floats(vector) for name, vector in vectors.items()},
+        }
+        arena = Arena(sum(map(aligned_size, arrays.values())))
+        self._arrays = {name: arena.place(array) for name, array in arrays.items()}
+
+    def address(self, name: str) -> int:
+        """0 for what the head does not have."""
+        return address_of(self._arrays[name]) if name in self._arrays else 0
+
+
+def _floats(tensor: torch.Tensor) -> Floats:
+    return tensor.detach().to("cpu", torch.float32).contiguous().numpy()
+
+
+def _aligned(room: npt.NDArray[np.uint8]) -> int:
+    """The first multiple of 64 in a buffer that has 64 bytes to spare."""
+    return -(-address_of(room) // 64) * 64

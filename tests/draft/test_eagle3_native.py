@@ -1,0 +1,76 @@
+"""The native head says what the plain torch head says, up to its 8-bit weights."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from draft.eagle3_head import Eagle3Architecture, Eagle3Head, FeatureNorm
+from draft.eagle3_native import NativeEagle3Head, native_head_obstacle
+from target.layout import BatchEntry, lay_out
+from tests.tiny_head import tiny_architecture, tiny_head_weights
+from tests.tiny_model import TINY
+
+SHAPE = msgspec.structs.replace(TINY, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_size=32)
+"""The native step needs multiples of 32."""
+
+
+def heads_of(architecture: Eagle3Architecture, num_threads: int) -> tuple[Eagle3Head, NativeEagle3Head]:
+    weights = tiny_head_weights(architecture, dtype=torch.float32)
+    weights.embed = torch.randn(SHAPE.vocab_size, SHAPE.hidden_size, generator=torch.Generator().manual_seed(5))
+    weights.lm_head = weights.embed[weights.target_ids].clone()
+    return (
+        Eagle3Head(architecture, weights, num_blocks=8, block_size=16),
+        NativeEagle3Head(architecture, weights, num_blocks=8, block_size=16, num_threads=num_threads),
+    )
+
+
+@pytest.mark.skipif(native_head_obstacle(tiny_architecture(SHAPE), 16) is not None, reason="not this processor")
+@pytest.mark.parametrize(
+    ("feature_norm", "norm_before_residual", "norm_output", "qk_norm", "num_threads"),
+    [("none", False, False, False, 1), ("each", True, True, True, 2), ("all", True, False, False, 2)],
+)
+def test_it_says_what_the_torch_head_says(
+    feature_norm: FeatureNorm, norm_before_residual: bool, norm_output: bool, qk_norm: bool, num_threads: int
+) -> None:
+    """Fusing, a first chain, a chain behind it, and a tree behind both, two sequences at a time."""
+    architecture = tiny_architecture(
+        SHAPE,
+        feature_norm=feature_norm,
+        norm_before_residual=norm_before_residual,
+        norm_output=norm_output,
+        qk_norm=qk_norm,
+    )
+    plain, native = heads_of(architecture, num_threads)
+    generator = torch.Generator().manual_seed(6)
+    features = torch.randn(29, 3 * SHAPE.hidden_size, generator=generator) * 3
+    hidden = plain.fuse(features)
+    assert_close(native.fuse(features), hidden)
+    entries = [
+        [BatchEntry(0, range(20), [3, 1], logits_from=17), BatchEntry(0, range(7, 16), [2], logits_from=8)],
+        [BatchEntry(20, [7], [3, 1], logits_from=0), BatchEntry(9, [9, 8], [2], logits_from=0)],
+        [
+            BatchEntry(20, [7], [3, 1], tree=[5, 6, 7, 8], parents=[-1, -1, 0, 1], logits_from=1),
+            BatchEntry(10, [8], [2], tree=[5, 6], parents=[-1, 0], logits_from=0),
+        ],
+    ]
+    for batch in (lay_out(each, 16) for each in entries):
+        inputs = torch.cat([hidden, hidden])[: len(batch.token_ids)]
+        expected, found = plain.forward(batch, inputs), native.forward(batch, inputs)
+        assert_close(found[0], expected[0])
+        assert_close(found[1], expected[1])
+    native.close()
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within a few percent of the values' spread: 8-bit weights, keys and values in 16 bits."""
+    assert found.shape == expected.shape
+    assert float((found - expected).abs().max()) < 0.08 * float(expected.std())
+
+
+def test_what_it_cannot_compute_has_a_reason() -> None:
+    """Sizes that are no multiple of a group and blocks that are no multiple of a tile are refused by name."""
+    if native_head_obstacle(tiny_architecture(SHAPE), 16) is None:
+        assert "hidden_size is 16" in str(native_head_obstacle(tiny_architecture(TINY), 16))
+        assert "block_size is 4" in str(native_head_obstacle(tiny_architecture(SHAPE), 4))
