@@ -84,6 +84,10 @@ async def join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secre
         raise HandshakeError("it refused this front: the secrets differ") from error
     except TimeoutError as error:
         raise HandshakeError("it said nothing") from error
+    except HandshakeError:
+        raise
+    except OSError as error:
+        raise HandshakeError(f"the connection broke: {error}") from error
     if not hmac.compare_digest(welcome.mac, _mac(secret, b"engine", hello.nonce, nonce)):
         raise HandshakeError("an engine with another secret")
 

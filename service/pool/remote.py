@@ -12,7 +12,7 @@ import structlog
 from service.engine_client import EngineUnavailableError
 from service.engine_link import READ_BYTES, EngineDiedError, EngineLink
 from service.pool.address import Address
-from service.pool.handshake import HANDSHAKE_SECONDS, join
+from service.pool.handshake import HANDSHAKE_SECONDS, HandshakeError, join
 from service.pool.member import Member
 from service.pool.security import Security
 from speculation.messages import Ready
@@ -64,6 +64,7 @@ class RemoteEngine:
         """One connection; always raises `EngineDiedError` in the end."""
         reader, writer = await self._connect()
         try:
+            await join(reader, writer, self._security.secret)
             link = EngineLink(reader, writer)
             async with aclosing(link.events(self._silence_seconds)) as events:
                 try:
@@ -74,23 +75,19 @@ class RemoteEngine:
                 await self._accept(ready, link)
                 async for event in events:
                     self._member.dispatch(event)
+        except HandshakeError as error:
+            raise EngineDiedError(str(error)) from error
         finally:
             writer.transport.abort()
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         try:
             async with asyncio.timeout(2 * HANDSHAKE_SECONDS):
-                reader, writer = await asyncio.open_connection(
+                return await asyncio.open_connection(
                     self._address.host, self._address.port, limit=READ_BYTES, ssl=self._security.client_tls
                 )
         except (OSError, ssl.SSLError, TimeoutError) as error:
             raise EngineDiedError(f"no connection: {str(error) or 'no answer'}") from error
-        try:
-            await join(reader, writer, self._security.secret)
-        except OSError as error:
-            writer.transport.abort()
-            raise EngineDiedError(str(error)) from error
-        return reader, writer
 
     async def _accept(self, ready: object, link: EngineLink) -> None:
         if not isinstance(ready, Ready):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from service.pool.settings import PoolSettings
 
+LEAST_SECRET = 12
+
 
 @dataclass(frozen=True, slots=True)
 class Security:
@@ -19,11 +21,14 @@ class Security:
 
     @classmethod
     def load(cls, settings: PoolSettings) -> Security:
-        """Raises ValueError, naming the setting, for certificates that cannot be used."""
+        """An empty secret is none. Raises ValueError, naming the setting, for what cannot be used."""
+        secret = settings.secret or None
+        if secret is not None and len(secret) < LEAST_SECRET:
+            raise ValueError(f"secret has {len(secret)} characters; it must have at least {LEAST_SECRET}")
         files = {"tls_cert": settings.tls_cert, "tls_key": settings.tls_key, "tls_ca": settings.tls_ca}
         missing = [name for name, path in files.items() if path is None]
         if len(missing) == len(files):
-            return cls(settings.secret)
+            return cls(secret)
         if missing:
             raise ValueError(f"{', '.join(missing)} missing: certificates need {', '.join(files)}, all three")
         try:
@@ -31,7 +36,7 @@ class Security:
             client = _context(ssl.PROTOCOL_TLS_CLIENT, settings)
         except (OSError, ssl.SSLError) as error:
             raise ValueError(f"tls_cert, tls_key or tls_ca cannot be used: {error}") from error
-        return cls(settings.secret, server, client)
+        return cls(secret, server, client)
 
     def check_listener(self, host: str) -> None:
         """Raises ValueError where anybody on the network could reach an engine that asks nobody who he is."""
