@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from target.native.step import WAKE_ONLY
@@ -23,7 +22,7 @@ class Workers:
     def __init__(
         self,
         entry: Callable[..., None],
-        control: npt.NDArray[np.int32],
+        control: npt.NDArray[Any],
         arguments: tuple[Any, ...],
         num_threads: int,
     ) -> None:
@@ -46,7 +45,7 @@ class Workers:
 
 def _stop(
     entry: Callable[..., None],
-    control: npt.NDArray[np.int32],
+    control: npt.NDArray[Any],
     arguments: tuple[Any, ...],
     threads: list[threading.Thread],
 ) -> None:
