@@ -175,7 +175,7 @@ def summary(finished: Mapping[str, Any], sources: Mapping[str, int], palette: Pa
     """How an answer went, on one line."""
     timing, guessed = finished["metrics"]["timing"], finished["metrics"]["speculative_decoding"]
     parts = [f"{finished['usage']['completion_tokens']} tokens"]
-    if timing["tpot"] > 0:
+    if timing["tpot"] > 0.0001:  # what came all at once has no speed
         parts.append(f"{1 / timing['tpot']:.1f} tokens/s")
     parts.append(f"first after {1000 * timing['ttft']:.0f} ms")
     if guessed["num_spec_steps"]:

@@ -76,7 +76,8 @@ export class Answer {
     this.state = message.choices.some((choice) => choice.finish_reason === "abort") ? "cancelled" : "finished";
     this.finish = message;
     const { timing, speculative_decoding: guessed } = message.metrics;
-    this.#put("speed", timing.tpot > 0 ? number(1 / timing.tpot) : "–");
+    // What came all at once has no speed.
+    this.#put("speed", timing.tpot > 0.0001 ? number(1 / timing.tpot) : "–");
     this.#put("acceptance", guessed.num_spec_steps ? number(guessed.mean_acceptance_length, 2) : "–");
     this.#put("ttft", timing.tokens ? duration(timing.ttft) : "–");
     this.#put("saved", guessed.num_spec_steps ? duration(guessed.saved_seconds) : "–");

@@ -33,6 +33,7 @@ export class ExperimentDetail {
     this.#say(`${report.verdict}.`, report.decision);
     fill(this.#parts.facts, facts(experiment));
     fill(this.#parts.remarks, definition.hypothesis ? h("p", { class: "hypothesis" }, `“${definition.hypothesis}”`) : null,
+      experiment.ended_because && experiment.ended_because !== report.verdict ? h("p", { class: "hint" }, `Ended because: ${experiment.ended_because}.`) : null,
       report.warnings.map((text) => h("p", { class: "warning" }, text)), promotion(experiment));
     this.#act(experiment);
     this.#draw(report, definition, points);
@@ -123,12 +124,12 @@ function plotPanel(title, plot, note) {
   return h("section", { class: "panel", "aria-label": title }, h("h2", null, title), plot.element, h("div", { class: "hint" }, note));
 }
 
-function facts({ definition, report, started_at: startedAt, ended_at: endedAt, ended_because: because }) {
+function facts({ definition, report, started_at: startedAt, ended_at: endedAt }) {
   const said = [UNITS[report.metric], `${report.allocation} allocation by ${report.unit}`,
     `${count(report.num_samples)} of at least ${count(report.min_samples)}, at most ${count(report.max_samples)} requests`];
   if (definition.at_end?.action === "promote") said.push("promotes the winner");
   if (startedAt != null) said.push(`started ${instant(startedAt)}`);
-  if (endedAt != null) said.push(`ended ${instant(endedAt)}${because && because !== report.verdict ? `: ${because}` : ""}`);
+  if (endedAt != null) said.push(`ended ${instant(endedAt)}`);
   return said.join(" · ");
 }
 

@@ -18,6 +18,7 @@ export class ExperimentForm {
   #armList = h("div", { class: "rows" });
   #guardrailList = h("div", { class: "rows" });
   #problem = h("p", { class: "problem", role: "alert", hidden: true });
+  #foot = h("div", null, this.#problem); // where it is said if it is about no field
   #draft = h("input", { type: "checkbox", id: "as-draft" });
 
   // `definition`, if given, is what the form begins with; `made` is called with the experiment that was created.
@@ -66,7 +67,7 @@ export class ExperimentForm {
         field("Unit", i.unit, "request, user or header:NAME"), field("Least requests", i.min_samples), field("Most requests", i.max_samples),
         field("Significance", i.significance), field("Prompts from (tokens)", i.min_prompt_tokens), field("to (tokens)", i.max_prompt_tokens)),
       h("fieldset", { "data-param": "guardrails" }, h("legend", null, "Guardrails"), this.#guardrailList, add("Add a guardrail", () => this.#addGuardrail({}))),
-      this.#problem,
+      this.#foot,
       h("div", { class: "dialog-row" }, h("div", { class: "check" }, this.#draft, h("label", { for: "as-draft" }, "Do not start it yet")), h("span", { class: "spring" }),
         h("button", { type: "button", onclick: () => this.element.close() }, "Cancel"), h("button", { class: "primary" }, "Create")));
   }
@@ -139,6 +140,7 @@ export class ExperimentForm {
       fill(this.#problem, error.message);
       this.#problem.hidden = false;
       const wrong = this.#inputOf(error.param ?? "");
+      (wrong?.closest(".field") ?? this.#foot).append(this.#problem);
       wrong?.setAttribute("aria-invalid", "true");
       wrong?.focus();
     }

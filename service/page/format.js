@@ -26,6 +26,7 @@ export function percent(share, { signed = false, digits } = {}) {
 export function duration(seconds) {
   if (seconds == null || !Number.isFinite(seconds)) return NONE;
   const size = Math.abs(seconds);
+  if (size === 0) return "0 ms";
   if (size < 0.00095) return `${number(seconds * 1e6, 0)} µs`;
   if (size < 0.00995) return `${number(seconds * 1e3, 1)} ms`;
   if (size < 0.9995) return `${number(seconds * 1e3, 0)} ms`;
@@ -50,6 +51,7 @@ export function words(name) {
   return name.replaceAll("_", " ");
 }
 
+// With a real minus sign, and none before a zero.
 function minus(text) {
-  return text.replace("-", "−");
+  return text.replace(/^-(?=[0.]*$)/, "").replace("-", "−");
 }

@@ -51,7 +51,7 @@ export class Playground {
         this.#left.element,
         h("div", { class: "check" }, this.#compare, h("label", { for: "compare" }, "Compare two side by side")),
         this.#rightSide,
-        h("details", { open: true }, h("summary", null, "Sampling"), h("div", { class: "pairs" }, controls.slice(0, 6))),
+        h("details", { open: matchMedia("(min-width: 60rem)").matches }, h("summary", null, "Sampling"), h("div", { class: "pairs" }, controls.slice(0, 6))),
         h("details", null, h("summary", null, "Texts"), controls.slice(6))),
       h("div", { class: "conversation" }, this.#log, this.#form),
       this.#inspector.element);

@@ -3,7 +3,7 @@
 import { h, announce, svg, fill } from "./dom.js";
 import { count } from "./format.js";
 
-const MARGIN = { top: 14, right: 16, bottom: 30, left: 52 };
+const MARGIN = { top: 14, right: 16, bottom: 30, left: 60 };
 
 // Round numbers inside a range, about `wanted` of them.
 export function ticks(low, high, wanted) {
@@ -52,9 +52,8 @@ class SamplePlot {
       fill(this.#drawing, svg("text", { x: width / 2, y: this.#height / 2, "text-anchor": "middle", class: "tick" }, "Not enough requests to draw yet"));
       return;
     }
-    const [first, last] = [this.#points[0].samples, this.#points.at(-1).samples];
-    const span = width - MARGIN.left - MARGIN.right;
-    this.x = (samples) => MARGIN.left + ((samples - first) / Math.max(last - first, 1)) * span;
+    const last = Math.max(this.#points.at(-1).samples, 1);
+    this.x = (samples) => MARGIN.left + (samples / last) * (width - MARGIN.left - MARGIN.right);
     const [low, high] = this.range(this.#points);
     const drop = this.#height - MARGIN.top - MARGIN.bottom;
     this.y = (value) => MARGIN.top + ((high - Math.min(Math.max(value, low), high)) / (high - low)) * drop;
@@ -64,7 +63,7 @@ class SamplePlot {
         svg("line", { class: Math.abs(value) < 1e-9 ? "zero" : "grid", x1: left, x2: right, y1: this.y(value), y2: this.y(value) }),
         svg("text", { class: "tick", x: left - 8, y: this.y(value) + 4, "text-anchor": "end" }, this.tick(value)),
       ]).flat(),
-      ticks(first, last, width / 130).filter((value) => Number.isInteger(value)).map((value) =>
+      ticks(0, last, width / 130).filter((value) => Number.isInteger(value)).map((value) =>
         svg("text", { class: "tick", x: this.x(value), y: bottom + 18, "text-anchor": "middle" }, count(value))),
       this.curves(this.#points),
       svg("line", { class: "marker", y1: MARGIN.top, y2: bottom, visibility: "hidden" }));
@@ -113,10 +112,10 @@ export class EffectPlot extends SamplePlot {
     this.#tell = tell;
   }
 
-  // Intervals begin wide: the range follows the later looks.
+  // Intervals begin wide: the range follows the later half.
   range(points) {
-    const late = points.slice(Math.floor(points.length / 4)).flatMap((point) => [point.effect.low, point.effect.high]);
-    const ends = late.filter((end) => end != null);
+    const late = points.filter((point) => 2 * point.samples >= points.at(-1).samples);
+    const ends = late.flatMap(({ effect }) => [effect.low, effect.high]).filter((end) => end != null);
     const reach = Math.max(0.02, ...ends.map(Math.abs));
     return [Math.min(-0.25 * reach, ...ends) * 1.08, Math.max(0.25 * reach, ...ends) * 1.08];
   }

@@ -2,7 +2,7 @@
 
 import { h, field, fill } from "./dom.js";
 import { call } from "./api.js";
-import { words } from "./format.js";
+import { config, words } from "./format.js";
 
 // What the service has, and what a config of each method may hold.
 export class Choices {
@@ -116,7 +116,7 @@ export class SpeculationPicker {
   get title() {
     const value = this.value;
     if (!value) return this.#choices.fallback ?? "service default";
-    return value.profile ?? words(value.speculation.method);
+    return value.profile ?? config(value.speculation);
   }
 
   #adapt() {

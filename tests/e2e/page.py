@@ -75,6 +75,12 @@ class Page:
         """Choose an option of a select by its value."""
         self.one(f"{selector} option[value='{value}']").click()
 
+    def set_number(self, label: str, value: str) -> None:
+        """Fill in a setting of the playground."""
+        field = self.browser.find_element(By.XPATH, f"//label[.='{label}']/following-sibling::input")
+        field.clear()
+        field.send_keys(value)
+
     def ask(self, question: str) -> None:
         self.one("[aria-label=Message]").send_keys(question, Keys.ENTER)
 
