@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -11,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from service import audit_routes
-from service.context import FRONT, add_request_id, openai_errors, request_context
+from service.context import FRONT, add_request_id, openai_errors, own_pages_only, request_context
 from service.experiments import handlers as experiment_routes
 from service.front import Front
 from service.generation_routes import chat_completions, completions
@@ -88,9 +90,12 @@ async def engines(app: web.Application) -> AsyncIterator[None]:
     """The engines, from start to end: what starts them again, and the task that runs it."""
     front, settings = app[FRONT], app[FRONT].settings
     places = app[PLACES]
+    # Within a store that others share, a name that is nobody else's.
+    is_alone = settings.pool.store == MEMORY
+    name = "engine" if is_alone else f"{socket.gethostname()}-{secrets.token_hex(3)}"
     local = app[ENGINES] = LocalEngines(
         [
-            LocalEngine(f"engine-{index}", app[ENGINE_COMMAND](place.device), place.cores)
+            LocalEngine(f"{name}-{index}", app[ENGINE_COMMAND](place.device), place.cores)
             for index, place in enumerate(places)
         ],
         front.client,
@@ -108,7 +113,7 @@ async def engines(app: web.Application) -> AsyncIterator[None]:
         asyncio.create_task(front.client.run(), name="waiting sequences"),
         asyncio.create_task(front.popularity.run(), name="popular prefixes"),
     ]
-    if settings.pool.store != MEMORY:
+    if not is_alone:
         beside.append(asyncio.create_task(discovery(app).run(), name="engines in the store"))
     task = app[ENGINE_LIFE] = asyncio.create_task(local.run(), name="engines")
     yield
