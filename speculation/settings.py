@@ -38,7 +38,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(description="precision of weights and activations; auto is float32 on a CPU, bfloat16 on CUDA"),
     ] = "auto"
     backend: Annotated[
-        Literal["auto", "torch", "native", "flashinfer"],
+        Literal["auto", "torch", "native", "triton", "flashinfer"],
         Meta(description="which code runs the model; auto takes the fastest that fits the device"),
     ] = "auto"
     quantization: Annotated[

@@ -80,8 +80,8 @@ class Decoder:
 
 def _pack(layer: LayerWeights, make_linear: MakeLinear, device: torch.device) -> _Layer:
     bias = None if layer.qkv_bias is None else layer.qkv_bias.to(device)
-    has_norms = layer.q_norm is not None and layer.k_norm is not None
-    norms = (layer.q_norm.to(device), layer.k_norm.to(device)) if has_norms else None
+    q_norm, k_norm = layer.q_norm, layer.k_norm
+    norms = None if q_norm is None or k_norm is None else (q_norm.to(device), k_norm.to(device))
     return _Layer(
         input_norm=layer.input_norm.to(device),
         qkv=make_linear(layer.qkv.to(device), bias),

@@ -42,15 +42,20 @@ class Products:
     stable: bool
 
 
-def choose_products(linears: Sequence[WeightAndBias], device: torch.device, max_rows: int) -> Products:
-    """The fastest library whose rows are independent for such linears, with the row counts up to `max_rows`.
+def choose_products(
+    linears: Sequence[WeightAndBias],
+    device: torch.device,
+    max_rows: int,
+    candidates: tuple[int, ...] = CANDIDATE_ROWS,
+) -> Products:
+    """The fastest library whose rows are independent for such linears, with those of `candidates` up to `max_rows`.
 
     Where none is found stable, one fixed count: rows then run through the same kernel always, which is not verified
     to treat all rows of a tile alike.
     """
     libraries = [("oneDNN", packed_linear)] if can_pack(linears[0][0].dtype, device) else []
     for library, make in [*libraries, ("torch", plain_linear)]:
-        counts = tuple(count for count in CANDIDATE_ROWS if count <= max_rows)
+        counts = tuple(count for count in candidates if count <= max_rows)
         for weight, bias in linears:
             compute = make(weight.to(device), None if bias is None else bias.to(device))
             counts = stable_row_counts(compute, weight.shape[1], counts, weight.dtype, device)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,7 +16,10 @@ from target.native.load import NativeUnsupported, load_native_runner, unsupporte
 from target.runner import Runner
 from target.torch_runner import TorchRunner
 
-BACKENDS = ("auto", "torch", "native")
+if TYPE_CHECKING:
+    from target.triton.runner import TritonRunner
+
+BACKENDS = ("auto", "torch", "native", "triton", "flashinfer")
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
@@ -32,8 +38,8 @@ def load_runner(
     """Load the model in `model_dir` (a Hugging Face folder) with a KV pool of `num_blocks` blocks.
 
     `device` auto is CUDA where there is one, else the CPU; `dtype` auto is bfloat16 on CUDA, else float32.
-    `backend` auto is the native step on a CPU where processor and model allow it, else torch; the runner's description
-    says which and why. `quantization`: see `target.native.load`; torch has "none" alone.
+    `backend` auto is Triton on CUDA, and the native step on a CPU where processor and model allow it, else torch; the
+    runner's description says which and why. `quantization`: see `target.native.load`; the others have "none" alone.
     `num_threads`: of the native step, by default one for every core; torch has a setting of its own.
     `max_model_len`: positions to serve, at most the model's own (the default).
     Raises `CheckpointError` for what is on disk, `ValueError` for the arguments.
@@ -66,11 +72,28 @@ def load_runner(
     if quantization not in {"auto", "none"}:
         raise ValueError(f"quantization is {quantization!r}; torch computes unquantised{reason}")
     weights = load_weights(model_dir, config, _dtype(dtype, place))
-    torch_runner = TorchRunner(
-        config, weights, num_blocks=num_blocks, block_size=block_size, max_model_len=length, device=place
-    )
-    torch_runner.description += reason
-    return torch_runner
+    make = _runner_of(backend, place, weights.embed.dtype)
+    chosen = make(config, weights, num_blocks=num_blocks, block_size=block_size, max_model_len=length, device=place)
+    chosen.description += reason
+    return chosen
+
+
+def _runner_of(backend: str, device: torch.device, dtype: torch.dtype) -> Callable[..., TorchRunner | TritonRunner]:
+    """The runner of a backend that computes unquantised. Raises `ValueError` where it cannot run here."""
+    if backend == "auto":
+        backend = "triton" if device.type == "cuda" and dtype != torch.float64 else "torch"
+    if backend == "torch":
+        return TorchRunner
+    if device.type != "cuda":
+        raise ValueError(f"backend is {backend!r}; it must be 'auto', 'torch' or 'native' on device {str(device)!r}")
+    # Both come with builds of torch for CUDA or with extras, and nobody else waits for them.
+    if backend == "flashinfer":
+        from target.flashinfer_attention import FlashInferAttention
+
+        return partial(TorchRunner, make_attention=FlashInferAttention)
+    from target.triton.runner import TritonRunner
+
+    return TritonRunner
 
 
 def kv_block_bytes(config: ModelConfig, *, block_size: int, device: str, dtype: str, backend: str) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from target.attention import KEY_BLOCK, HeadLayout, TorchAttention, compute_dtype
+from target.attention import KEY_BLOCK, AttentionBackend, HeadLayout, TorchAttention, compute_dtype
 from target.batch import ForwardBatch, ForwardOutput, IntArray
 from target.config import ModelConfig
 from target.decoder import Decoder
@@ -20,7 +22,8 @@ class TorchRunner:
     """See `target.runner.Runner`. Every product runs for row counts that were found stable when it was made.
 
     `weights` are packed for this processor; the runner keeps no reference to them but the embedding.
-    `max_model_len`: positions to serve, at most the model's.
+    `max_model_len`: positions to serve, at most the model's. `make_attention`: another backend, of the pool, its heads
+    and the window.
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class TorchRunner:
         block_size: int,
         max_model_len: int,
         device: torch.device,
+        make_attention: Callable[[KVPool, HeadLayout, int | None], AttentionBackend] | None = None,
     ) -> None:
         dtype = weights.embed.dtype
         heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_size)
@@ -62,7 +66,11 @@ class TorchRunner:
             )
             self._head = head.make(weights.lm_head.to(device), None)
         self._row_counts, self._head_counts = body.row_counts, head.row_counts
-        self._attention = TorchAttention(self.kv_pool, heads, window=config.sliding_window, tiles=tiles)
+        self._attention: AttentionBackend = (
+            TorchAttention(self.kv_pool, heads, window=config.sliding_window, tiles=tiles)
+            if make_attention is None
+            else make_attention(self.kv_pool, heads, config.sliding_window)
+        )
         stable = body.stable and head.stable and tiles.stable and stable_operations(config.hidden_size, dtype, device)
         self.description = (
             f"torch on {device}, {str(dtype).removeprefix('torch.')}, products by {body.library} for "

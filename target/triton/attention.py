@@ -10,7 +10,7 @@ import torch
 import triton
 
 from target.attention import HeadLayout
-from target.batch import ForwardBatch
+from target.batch import ForwardBatch, IntArray
 from target.kv_pool import KVPool
 from target.rope import Rotation
 from target.triton.attention_kernels import attend_kernel, merge_kernel, rotate_and_write_kernel
@@ -51,10 +51,8 @@ class TritonAttention:
         padded = max(16, triton.next_power_of_2(size))
         max_pieces = max(1, pieces_bytes // (4 * heads.num_heads * (size + 2)))
         self._shape = WorkShape(self._tile // heads.queries_per_kv, split, max_pieces)
-        on_device = {"device": entries.device, "dtype": torch.float32}
-        self._maxima = torch.empty((max_pieces, heads.num_heads), **on_device)
-        self._sums = torch.empty((max_pieces, heads.num_heads), **on_device)
-        self._values = torch.empty((max_pieces, heads.num_heads, size), **on_device)
+        self._maxima, self._sums = torch.empty((2, max_pieces, heads.num_heads), device=entries.device)
+        self._values = torch.empty((max_pieces, heads.num_heads, size), device=entries.device)
         self._staged = _Staged(entries.device)
         is_cuda = entries.device.type == "cuda"
         processors = torch.cuda.get_device_properties(entries.device).multi_processor_count if is_cuda else 1
@@ -84,7 +82,15 @@ class TritonAttention:
 
     def begin(self, batch: ForwardBatch, num_rows: int) -> None:
         """See `AttentionBackend.begin`."""
-        self._staged.put(plan_work(batch, num_rows, window=self._window, shape=self._shape))
+        self.stage(batch, num_rows, np.empty(0, np.int64))
+
+    def stage(self, batch: ForwardBatch, num_rows: int, front: IntArray) -> torch.Tensor:
+        """`begin`, with other integers of the step along in the same copy: gives them on the device, int32.
+
+        Their address depends on `work` alone.
+        """
+        self._staged.put(plan_work(batch, num_rows, front=front, window=self._window, shape=self._shape))
+        return self.work[HEADER : HEADER + len(front)]
 
     def attend(self, layer: int, qkv: torch.Tensor, rotation: Rotation | None = None) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
@@ -153,7 +159,7 @@ class _Staged:
             size = 1 << max(len(numbers) - 1, 4095).bit_length()
             self._host = [torch.zeros(size, dtype=torch.int32, pin_memory=self._pins) for _ in range(2)]
             self.device = torch.zeros(size, dtype=torch.int32, device=self.device.device)
-        # A copy may still read what was put last; a step ends with a synchronisation, so that of before it is over.
+        # The device may still read what was put last; a step ends with a synchronisation, so that before it is read.
         self._turn = 1 - self._turn
         host = self._host[self._turn][: len(numbers)]
         host.numpy()[:] = numbers

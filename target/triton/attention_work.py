@@ -59,8 +59,10 @@ class _Tiles:
         return each
 
 
-def plan_work(batch: ForwardBatch, num_rows: int, *, window: int | None, shape: WorkShape) -> npt.NDArray[np.int32]:
-    """The plan of a batch padded to `num_rows` rows.
+def plan_work(
+    batch: ForwardBatch, num_rows: int, *, front: IntArray, window: int | None, shape: WorkShape
+) -> npt.NDArray[np.int32]:
+    """The plan of a batch padded to `num_rows` rows; `front` stands right behind the header.
 
     Rows up to the first branch of a draft tree see their keys in the order of the block table and share tiles. Rows
     behind it do so for the splits before the tree, and each is a tile of its own from there on, its keys found along
@@ -86,13 +88,14 @@ def plan_work(batch: ForwardBatch, num_rows: int, *, window: int | None, shape: 
     paths, path_of = _paths(batch, spans.in_slot_order)
     slots = np.zeros(num_rows, np.int64)
     slots[: len(batch.slot_mapping)] = batch.slot_mapping
-    return _packed(batch, items, rows, paths, path_of, slots)
+    return _packed(front, batch, items, rows, paths, path_of, slots)
 
 
 def ranges(starts: IntArray, counts: IntArray) -> IntArray:
     """starts[0], starts[0] + 1, …, counts[0] of them, then from starts[1], and so on."""
     ends = np.cumsum(counts)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
+    places: IntArray = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
+    return places
 
 
 def _tiles(batch: ForwardBatch, spans: RowSpans, in_order: IntArray, whole: npt.NDArray[np.bool_], size: int) -> _Tiles:
@@ -144,11 +147,17 @@ def _paths(batch: ForwardBatch, in_slot_order: npt.NDArray[np.bool_]) -> tuple[I
 
 
 def _packed(
-    batch: ForwardBatch, items: _Tiles, rows: IntArray, paths: IntArray, path_of: IntArray, slots: IntArray
+    front: IntArray,
+    batch: ForwardBatch,
+    items: _Tiles,
+    rows: IntArray,
+    paths: IntArray,
+    path_of: IntArray,
+    slots: IntArray,
 ) -> npt.NDArray[np.int32]:
     """Everything end to end, behind a header that says where each part begins."""
     num_items, tables = len(items.first_row), batch.block_tables
-    sizes = np.array([HEADER, num_items * ITEM_FIELDS, rows.size, tables.size, slots.size, paths.size])
+    sizes = np.array([HEADER + len(front), num_items * ITEM_FIELDS, rows.size, tables.size, slots.size, paths.size])
     _, items_at, rows_at, tables_at, slots_at, paths_at = (np.cumsum(sizes) - sizes).tolist()
     base = (batch.num_computed + batch.chain_lens)[items.sequence]
     fields = np.zeros((num_items, ITEM_FIELDS), np.int64)
@@ -160,5 +169,5 @@ def _packed(
     fields[:, 5] = np.where(items.is_path, base, NO_PATH)
     fields[:, 6] = paths_at + path_of[items.first_row] * MAX_TREE_SIZE
     header = np.array([num_items, items_at, rows_at, tables_at, tables.shape[1], slots_at])
-    parts = (header, fields, rows, tables, slots, paths)
+    parts = (header, front, fields, rows, tables, slots, paths)
     return np.concatenate([part.ravel() for part in parts], dtype=np.int32, casting="same_kind")

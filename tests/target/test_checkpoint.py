@@ -137,6 +137,7 @@ def test_only_layers_there_are_can_be_kept(layers: int, tmp_path: Path, save_mod
         ("device", "tpu9", "device is 'tpu9'; it must be 'auto', 'cpu' or 'cuda'"),
         ("dtype", "int8", "dtype is 'int8'; it must be 'auto', 'float64'"),
         ("backend", "abacus", "backend is 'abacus'; it must be"),
+        ("backend", "triton", "backend is 'triton'; it must be 'auto', 'torch' or 'native' on device 'cpu'"),
         ("max_model_len", 4096, "max_model_len is 4096; the model has positions for 1 to 1024"),
     ],
 )
