@@ -152,6 +152,8 @@ class Eagle3Head:
         pair = torch.cat((self._normed(self._embedded(batch), weights.input_norm), features), dim=-1)
         self._attention.begin(batch, len(pair))
         attended = self._attention.attend(0, self._rotated(self._qkv(pair), batch)).index_select(0, wanted)
+        if not len(wanted):
+            return attended.new_empty(0, len(self.target_ids)), attended.new_empty(0, hidden.shape[1])
         x = (features if self.config.norm_before_residual else hidden).index_select(0, wanted) + self._output(attended)
         gate, up = self._gate_up(self._normed(x, weights.post_norm)).chunk(2, dim=-1)
         x = x + self._down(functional.silu(gate) * up)

@@ -18,7 +18,7 @@ from draft.training.samples import Samples
 from draft.training.trainer import CurvePoint, Progress, Trainer, TrainSettings
 from draft.training.vocabulary import ranked_vocabulary
 
-WINDOW = 256
+WINDOW = 512
 """Most tokens of a training sequence; longer ones are cut."""
 COMMON_SHARE = 0.19
 """Of the draft vocabulary: the tokens that every loss looks at."""

@@ -70,8 +70,8 @@ def run_pairs(models: Record, layers: Record, batches: Record, pairs: Record, th
 @native
 def _forward(model: Record, layer: Record, batch: Record, pair: Record, thread: int) -> None:
     control, num_threads, spin = model.control, model.num_threads, model.spin_ticks
-    # Read before the last barrier of a fusing step: behind it, the next step's records may be there already.
-    num_rows = batch.num_rows
+    # Read before a barrier that may be the last: behind it, the next step's records may be there already.
+    num_rows, num_logits = batch.num_rows, batch.num_logits
     _encode_features(model, pair, thread)
     meet(control, num_threads, spin)
     _fuse(model, pair, thread)
@@ -84,6 +84,9 @@ def _forward(model: Record, layer: Record, batch: Record, pair: Record, thread: 
     meet(control, num_threads, spin)
     project_heads(model, layer, batch, thread, pair.joined, pair.joined_stride, 2 * model.hidden_size // 32)
     meet(control, num_threads, spin)
+    if num_logits == 0:
+        # Only keys and values were wanted.
+        return
     attend_rows(model, layer, batch, thread)
     meet(control, num_threads, spin)
     project_output(model, layer, batch, thread)
