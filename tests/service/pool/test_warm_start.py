@@ -49,7 +49,7 @@ async def test_what_is_of_another_model_or_cut_is_left_out() -> None:
 
 
 async def test_a_warm_start_has_an_end() -> None:
-    """When time is up the rest is aborted; an engine that dies meanwhile ends it, too, and nothing goes on elsewhere."""
+    """When time is up the rest is aborted; so it is when the engine dies meanwhile, and nothing goes on elsewhere."""
     pool = make_pool(2)
     first, second = pool.engines
     assert await warm(first.member, [hot(list(range(32)))], 0.01) == 0
