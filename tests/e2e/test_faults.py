@@ -65,7 +65,7 @@ async def test_departing_clients_leave_no_block_in_use(server: Server) -> None:
 
 
 async def test_a_killed_engine_is_reported_and_replaced(own_server: Server) -> None:
-    """Where nobody takes over in time a stream ends with an error event; readiness comes back, and it is served again."""
+    """Where nobody takes over in time a stream ends with an error event; it is replaced, and serves again."""
     pid = own_server.engine_pid()
     async with aiohttp.ClientSession() as client:
         body = {**ENDLESS, "stream": True, "seed": 1, "temperature": 0}
