@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def pool(tmp_path: Path) -> Iterator[Server]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_stream_goes_on_when_its_engine_dies_or_hangs(pool: Server, number: signal.Signals) -> None:
     """The answer, its logprobs and its usage are those of an undisturbed run, and afterwards nothing is left over."""
-    request = body(5, max_tokens=60, ignore_eos=True)
+    request = body(5, max_tokens=400, ignore_eos=True)
     async with aiohttp.ClientSession() as client:
         await until_serving(client, pool, 2)
         undisturbed = await ask(client, pool, request)
@@ -86,10 +87,11 @@ async def test_a_stream_goes_on_when_its_engine_dies_or_hangs(pool: Server, numb
             os.kill(busy(before), number)
             blocks += (await response.text()).split("\n\n")
         assert summary([block.strip() for block in blocks]) == undisturbed
-        assert len(undisturbed["logprobs"]) == undisturbed["usage"][1] == 60
+        assert len(undisturbed["logprobs"]) == undisturbed["usage"][1] == 400
         await until_serving(client, pool, 2)
     assert len(pool.engine_pids()) == 2
     assert pool.engine_pids() != before
+    assert pool.metric("forerun_pool_resumed_total") == 1
     pool.wait_until_idle()
 
 
@@ -100,17 +102,18 @@ async def test_killing_under_load_changes_no_answer(pool: Server) -> None:
     rng = random.Random(7)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
         await until_serving(client, pool, 2)
-        undisturbed = await asyncio.gather(*(ask(client, pool, body(number)) for number in range(50)))
-        asking = asyncio.gather(*(ask(client, pool, body(number)) for number in range(50)))
+        requests = [body(number, max_tokens=160 + number, ignore_eos=True) for number in range(50)]
+        undisturbed = await asyncio.gather(*(ask(client, pool, request) for request in requests))
+        asking = asyncio.gather(*(ask(client, pool, request) for request in requests))
         num_killed = 0
         while not asking.done():
-            await asyncio.wait({asking}, timeout=rng.uniform(4.0, 7.0))
+            await asyncio.wait({asking}, timeout=rng.uniform(2.0, 5.0))
             pids = pool.engine_pids()
             if not asking.done() and len(pids) == 2:
                 os.kill(rng.choice(pids), signal.SIGKILL)
                 num_killed += 1
         assert await asking == undisturbed
-        assert num_killed
+        assert num_killed >= 2
         await until_serving(client, pool, 2)
     pool.wait_until_idle()
     assert len(pool.engine_pids()) == 2
@@ -118,8 +121,6 @@ async def test_killing_under_load_changes_no_answer(pool: Server) -> None:
 
 def busy(pids: list[int]) -> int:
     """The process that has used the most of a processor in the last moments."""
-    import time
-
     before = [cpu_ticks(pid) for pid in pids]
     time.sleep(0.3)
     used = [cpu_ticks(pid) - ticks for pid, ticks in zip(pids, before, strict=True)]
