@@ -48,7 +48,8 @@ def create_app(settings: Settings, engine_command: Sequence[str] | None = None) 
     Raises ValueError for settings that name something that is not there or cannot be used.
     """
     app = web.Application(
-        middlewares=[request_context, openai_errors, only_who_may], client_max_size=settings.limits.max_body_bytes
+        middlewares=[request_context, openai_errors, own_pages_only, only_who_may],
+        client_max_size=settings.limits.max_body_bytes,
     )
     app[FRONT] = Front(settings)
     app[TENANTS] = app[FRONT].tenants

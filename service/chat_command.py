@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import IO, Any
 
 import aiohttp
@@ -111,13 +112,21 @@ class Chat:
     """A conversation with the service at an address."""
 
     def __init__(
-        self, url: str, options: Mapping[str, Any], system: str | None, out: IO[str], palette: Palette
+        self,
+        url: str,
+        options: Mapping[str, Any],
+        out: IO[str],
+        palette: Palette,
+        *,
+        system: str | None = None,
+        key: str | None = None,
     ) -> None:
-        """`options` are fields of the request. Colours and texts go to `out`."""
+        """`options` are fields of the request. Colours and texts go to `out`. `key`: for a service that wants one."""
         self.speculation: object = None
         """Of the next request; None leaves it to the service."""
         self._url = f"{url.rstrip('/')}/v1/stream"
         self._options = options
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._first = [] if system is None else [{"role": "system", "content": system}]
         self._messages: list[dict[str, str]] = list(self._first)
         self._out = out
@@ -137,9 +146,12 @@ class Chat:
             request["speculation"] = self.speculation
         answer = AnswerText()
         try:
-            async with aiohttp.ClientSession() as session, session.ws_connect(self._url) as socket:
+            async with aiohttp.ClientSession(headers=self._headers) as session, session.ws_connect(self._url) as socket:
                 await socket.send_json({"type": "generate", "id": "chat", "request": request})
                 finished = await self._read(socket, answer)
+        except aiohttp.WSServerHandshakeError as error:
+            hint = "; it wants an API key that it knows: --api-key-file" if error.status == 401 else ""
+            raise ChatError(f"{self._url} answers {error.status}{hint}") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ChatError(f"no answer from {self._url}: {error}") from error
         self._messages = [*messages, {"role": "assistant", "content": answer.text}]
@@ -205,9 +217,10 @@ def chat_command(
     chosen = _parse(arguments)
     names = ("temperature", "top_p", "max_tokens", "seed", "cache_salt")
     options = {name: value for name in names if (value := getattr(chosen, name)) is not None}
-    chat = Chat(chosen.url, options, chosen.system, out, Palette.of(out, environment))
     notes = Notes(errors, Palette.of(errors, environment))
     try:
+        key = read_key(chosen.api_key_file)
+        chat = Chat(chosen.url, options, out, Palette.of(out, environment), system=chosen.system, key=key)
         chat.speculation = parse_speculation(chosen.speculation)
     except ChatError as error:
         notes.error(error)
@@ -240,6 +253,16 @@ class Notes:
 
     def error(self, error: Exception) -> None:
         print(f"forerun chat: {error}", file=self._errors, flush=True)
+
+
+def read_key(path: str | None) -> str | None:
+    """The API key in a file, where it is in no process list. Raises `ChatError` for a file that cannot be read."""
+    if path is None:
+        return None
+    try:
+        return Path(path).expanduser().read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ChatError(f"--api-key-file {path}: {error}") from error
 
 
 def parse_speculation(text: str | None) -> object:
@@ -309,6 +332,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("prompt", nargs="*", metavar="QUESTION")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="address of the service")
+    parser.add_argument("--api-key-file", metavar="FILE", help="file that holds the key, where the service wants one")
     parser.add_argument("--speculation", help="a profile, a method, or a config as JSON")
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-p", type=float)

@@ -71,6 +71,25 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return error_response(ApiError.internal())
 
 
+@web.middleware
+async def own_pages_only(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Let no page of somebody else's change anything, or have anything computed, through its reader's browser."""
+    if request.method not in {"GET", "HEAD", "OPTIONS"}:
+        check_origin(request)
+    return await handler(request)
+
+
+def check_origin(request: web.Request) -> None:
+    """Raises `ApiError` (403) if a browser asks for a page of somebody else's.
+
+    Browsers let any page open a socket or post a text to any address, this machine's own included. What is no browser
+    names no origin.
+    """
+    origin = request.headers.get("Origin")
+    if origin is not None and origin.rpartition("://")[2] != request.host:
+        raise ApiError(403, f"a page of {origin!a} may not use this service", code="foreign_origin")
+
+
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """Signal handler: the response, streamed or not, names its request."""
     if REQUEST_ID in request:

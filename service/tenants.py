@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import re
 import struct
@@ -18,6 +19,8 @@ from service.pool.settings import TenantSettings
 _NAME = re.compile(r"[\x21-\x7e]{1,256}")
 _SALT = hashlib.blake2b(digest_size=16, person=b"forerun tenant 1")
 OPERATOR = "operator"
+KEY_PROTOCOL = "forerun.key."
+"""A page cannot set headers of a WebSocket. It offers a subprotocol of this beginning, then the key in base64url."""
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +102,8 @@ class Tenants:
 
     def _owner(self, headers: Mapping[str, str]) -> Tenant:
         kind, _, key = headers.get("Authorization", "").partition(" ")
-        tenant = (self._keys or {}).get(_digest(key.strip())) if kind.lower() == "bearer" else None
+        key = key if kind.lower() == "bearer" else _offered_key(headers.get("Sec-WebSocket-Protocol", ""))
+        tenant = (self._keys or {}).get(_digest(key.strip()))
         if tenant is None:
             message = "the API key is wrong or missing; send it as Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
@@ -123,6 +127,18 @@ async def only_who_may(request: web.Request, handler: Handler) -> web.StreamResp
         if not (is_reading or path in GENERATING or tenant.is_operator):
             raise ApiError(403, f"{request.method} {path} is for operators", code="operators_only")
     return await handler(request)
+
+
+def _offered_key(protocols: str) -> str:
+    """The key among the subprotocols that a WebSocket's client offers; empty if there is none."""
+    for protocol in protocols.split(","):
+        if (name := protocol.strip()).startswith(KEY_PROTOCOL):
+            encoded = name.removeprefix(KEY_PROTOCOL)
+            try:
+                return base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).decode()
+            except ValueError:
+                return ""
+    return ""
 
 
 def _digest(key: str) -> str:

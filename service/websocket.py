@@ -11,11 +11,10 @@ import msgspec
 import structlog
 from aiohttp import WSCloseCode, WSMsgType, web
 from msgspec import UNSET, Meta, UnsetType
-from yarl import URL
 
 from service.answer import Answer, Closing
 from service.choice import ChoiceDelta
-from service.context import FRONT
+from service.context import FRONT, check_origin
 from service.errors import ApiError, ErrorBody
 from service.event_stream import drop, limit_writes
 from service.front import Front, GenerationBody
@@ -27,6 +26,8 @@ from service.validation import parse_body
 
 Id = Annotated[str, Meta(min_length=1, max_length=128)]
 PING_SECONDS = 30.0
+PROTOCOL = "forerun"
+"""What clients that must offer a subprotocol offer."""
 SOCKETS = web.AppKey[set[web.WebSocketResponse]]("sockets")
 _log = structlog.get_logger("forerun.websocket")
 
@@ -115,7 +116,10 @@ async def stream(request: web.Request) -> web.WebSocketResponse:
     front = request.app[FRONT]
     check_origin(request)
     socket = web.WebSocketResponse(
-        heartbeat=PING_SECONDS, max_msg_size=front.settings.limits.max_body_bytes, compress=False
+        heartbeat=PING_SECONDS,
+        max_msg_size=front.settings.limits.max_body_bytes,
+        compress=False,
+        protocols=(PROTOCOL,),
     )
     await socket.prepare(request)
     limit_writes(request)
@@ -126,16 +130,6 @@ async def stream(request: web.Request) -> web.WebSocketResponse:
     finally:
         sockets.discard(socket)
     return socket
-
-
-def check_origin(request: web.Request) -> None:
-    """Raises `ApiError` (403) if a browser opens this socket for a page of somebody else's.
-
-    Browsers let any page open a socket to any address, this machine's own included, and read from it.
-    """
-    origin = request.headers.get("Origin")
-    if origin is not None and URL(origin).authority != request.host:
-        raise ApiError(403, f"a page of {origin} may not open this socket", code="foreign_origin")
 
 
 async def close_sockets(app: web.Application) -> None:

@@ -8,6 +8,24 @@ export class ServiceError extends Error {
   }
 }
 
+// Where the service has API keys, the one of whoever uses the page; forgotten with the tab.
+const KEY = "forerun-key";
+
+export function setKey(key) {
+  sessionStorage.setItem(KEY, key);
+}
+
+// Its bytes, one character each, as headers and base64 want them.
+function keyBytes() {
+  return String.fromCharCode(...new TextEncoder().encode(sessionStorage.getItem(KEY) ?? ""));
+}
+
+// What a WebSocket has in place of a header.
+export function keyProtocols() {
+  const key = keyBytes();
+  return key ? ["forerun", `forerun.key.${btoa(key).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "")}`] : [];
+}
+
 // The JSON of an answer; throws `ServiceError` with the service's own words.
 export async function call(method, path, body) {
   const options = { method, headers: {} };
@@ -15,6 +33,8 @@ export async function call(method, path, body) {
     options.headers["Content-Type"] = "application/json";
     options.body = JSON.stringify(body);
   }
+  const key = keyBytes();
+  if (key) options.headers.Authorization = `Bearer ${key}`;
   let response;
   try {
     response = await fetch(new URL(path, document.baseURI), options);

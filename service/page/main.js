@@ -1,7 +1,7 @@
 // The page: three views, shown by the part of the address behind the #, and what is served.
 
-import { fill } from "./dom.js";
-import { call } from "./api.js";
+import { h, field, fill } from "./dom.js";
+import { call, setKey } from "./api.js";
 import { EngineScreen } from "./engine.js";
 import { ExperimentsScreen } from "./experiments.js";
 import { Playground } from "./playground.js";
@@ -16,21 +16,34 @@ async function load() {
   const choices = new Choices();
   for (;;) {
     try {
-      const engine = await call("GET", "v1/engine");
-      if (engine.model) {
-        await choices.load();
-        fill(served, engine.model.name);
-        served.title = engine.model.description;
-        served.dataset.state = "ready";
-        return choices;
-      }
-      fill(served, "loading the model");
+      const { data: [model] } = await call("GET", "v1/models");
+      await choices.load();
+      fill(served, model.id);
+      served.title = model.description;
+      served.dataset.state = "ready";
+      return choices;
     } catch (error) {
-      fill(served, error.message);
+      served.dataset.state = "waiting";
+      fill(served, error.status === 503 ? "loading the model" : error.status === 401 ? "needs a key" : error.message);
+      if (error.status === 401) await askForKey();
+      else await new Promise((resolve) => setTimeout(resolve, 1000 * RETRY_SECONDS));
     }
-    served.dataset.state = "waiting";
-    await new Promise((resolve) => setTimeout(resolve, 1000 * RETRY_SECONDS));
   }
+}
+
+// Resolves when somebody has given a key.
+function askForKey() {
+  const input = h("input", { type: "password", autocomplete: "off", required: true });
+  return new Promise((resolve) => {
+    const form = h("form", { class: "key-form", onsubmit: (event) => {
+      event.preventDefault();
+      setKey(input.value.trim());
+      form.remove();
+      resolve();
+    } }, field("API key", input, "This service serves those who have one. It is kept until this tab is closed."), h("button", { class: "primary" }, "Open"));
+    document.getElementById("content").append(form);
+    input.focus();
+  });
 }
 
 function route() {

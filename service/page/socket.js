@@ -1,5 +1,7 @@
 // One WebSocket for all generations of the page, opened when one is asked for.
 
+import { keyProtocols } from "./api.js";
+
 export class GenerationSocket {
   #socket = null;
   #running = new Map();
@@ -27,7 +29,7 @@ export class GenerationSocket {
     this.#lose(this.#socket, "");
     const url = new URL("v1/stream", document.baseURI);
     url.protocol = url.protocol.replace("http", "ws");
-    const socket = new WebSocket(url);
+    const socket = new WebSocket(url, keyProtocols());
     socket.addEventListener("message", (event) => this.#hear(JSON.parse(event.data)));
     socket.addEventListener("close", (event) => this.#lose(socket, event.reason));
     this.#socket = socket;

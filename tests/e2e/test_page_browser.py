@@ -6,6 +6,7 @@ import json
 import re
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -228,6 +229,24 @@ def test_an_address_that_names_no_experiment_says_so(page: Page) -> None:
     assert any("404" in one for one in page.complaints())
 
 
+def test_a_service_with_keys_asks_for_one(browser: Chrome, tmp_path: Path) -> None:
+    """The page asks until the key is right; then it chats, and says what is for operators alone."""
+    with ScriptedService(tmp_path, keys="somebody schlüssel/1\n") as service:
+        page = Page(browser, service.url)
+        browser.get(service.url)
+        for key in ("wrong", "schlüssel/1"):
+            page.until(lambda: page.find(".key-form input"))
+            page.one(".key-form input").send_keys(key, Keys.ENTER)
+            page.until(lambda: page.find("body[data-ready]") or page.find(".key-form input"))
+        page.until(lambda: page.find("body[data-ready]"))
+        page.ask("hello fox")
+        (answer,) = page.answers()
+        assert text_of(answer)
+        page.open("engine")
+        page.until(lambda: "is for operators" in page.text("#engine"))
+        assert all("401" in one or "403" in one for one in page.complaints())
+
+
 def test_light_and_dark_follow_the_system(page: Page) -> None:
     """The ground turns dark and the text light when the system says so."""
     page.open()
@@ -254,6 +273,9 @@ def test_the_model_answers_by_keyboard_alone(real: Page) -> None:
     real.open()
     real.tab_to("#compare")
     real.keys(Keys.SPACE)
+    real.tab_to(".pairs .field:first-child input")
+    real.press(Keys.CONTROL, "a")
+    real.keys("0")
     real.tab_to("[aria-label=Message]")
     real.keys(COPY, Keys.ENTER)
     left, right = real.answers()

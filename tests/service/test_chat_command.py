@@ -9,12 +9,14 @@ import re
 import signal
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from service.chat_command import AnswerText, Palette, Token, chat_command, inert, parse_speculation
-from tests.service.conftest import Service
+from service.pool.settings import TenantSettings
+from tests.service.conftest import Service, StartService
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -117,6 +119,20 @@ async def test_mistakes_are_said_in_the_service_s_words(service: Service) -> Non
     assert "no answer from http://127.0.0.1:9/v1/stream" in session.errors.getvalue()
     assert session.out.getvalue() == ""
     assert await session.run(lines=("",)) == 0
+
+
+async def test_a_key_is_read_from_a_file(start_service: StartService, tmp_path: Path) -> None:
+    """A service with keys answers those who have one, and tells others what is missing."""
+    (tmp_path / "keys").write_text("somebody s3cret\n")
+    (tmp_path / "mine").write_text("s3cret\n")
+    service = await start_service(tenants=TenantSettings(api_keys_file=str(tmp_path / "keys")))
+    session = Session(service)
+    assert await session.run("fox") == 1
+    assert "answers 401; it wants an API key" in session.errors.getvalue()
+    assert await session.run("--api-key-file", str(tmp_path / "none"), "fox") == 2
+    assert session.out.getvalue() == ""
+    assert await session.run("--api-key-file", str(tmp_path / "mine"), "fox") == 0
+    assert session.out.getvalue()
 
 
 async def test_an_interrupt_ends_the_answer_and_not_the_program(service: Service) -> None:

@@ -83,6 +83,17 @@ async def test_only_the_page_s_files_are_served(service: Service) -> None:
         assert msgspec.json.decode(fetched.body)["error"]["code"] == "unknown_url"
 
 
+async def test_pages_of_others_change_nothing(service: Service) -> None:
+    """What a browser posts for another origin is refused, whatever route; its own page and other clients are served."""
+    body = {"prompt": "hi", "max_tokens": 1}
+    for origin in ("http://evil.example", "null", "http://[::", service.url + ".evil.example"):
+        for path in ("/v1/completions", "/v1/experiments", "/v1/experiments/x/promote"):
+            status, answer = await service.post(path, body, headers={"Origin": origin, "Content-Type": "text/plain"})
+            assert (status, answer["error"]["code"]) == (403, "foreign_origin")
+    assert (await service.post("/v1/completions", body, headers={"Origin": service.url}))[0] == 200
+    assert (await service.post("/v1/completions", body))[0] == 200
+
+
 def test_every_reference_is_to_a_file_of_the_page() -> None:
     """What the page and its modules name exists, and every file is named by somebody."""
     named = {"index.html"}

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
+from service.pool.settings import TenantSettings
 from service.settings import LimitSettings, ServerSettings
 from service.websocket import SOCKETS
 from tests.service.conftest import Service, StartService
@@ -256,3 +259,18 @@ async def test_pages_of_others_cannot_open_a_socket(service: Service) -> None:
             await service.client.ws_connect(f"{service.url}/v1/stream", headers={"Origin": origin})
     async with service.client.ws_connect(f"{service.url}/v1/stream", headers={"Origin": service.url}) as ends:
         assert not ends.closed
+
+
+async def test_a_page_brings_its_key_as_a_subprotocol(start_service: StartService, tmp_path: Path) -> None:
+    """Where keys are set, a socket opens for a key in its header or among its subprotocols, and for no other."""
+    (tmp_path / "keys").write_text("somebody schlüssel/1\n")
+    service = await start_service(tenants=TenantSettings(api_keys_file=str(tmp_path / "keys")))
+    encoded = base64.urlsafe_b64encode("schlüssel/1".encode()).decode().rstrip("=")
+    for protocols in ([], ["forerun"], ["forerun", "forerun.key.AAAA"], ["forerun", "forerun.key.%"]):
+        with pytest.raises(aiohttp.WSServerHandshakeError, match="401"):
+            await service.client.ws_connect(f"{service.url}/v1/stream", protocols=protocols)
+    protocols = ["forerun", f"forerun.key.{encoded}"]
+    async with service.client.ws_connect(f"{service.url}/v1/stream", protocols=protocols) as ends:
+        assert ends.protocol == "forerun"
+        await Talk(ends).generate("a", {"prompt": "hi", "max_tokens": 2})
+        assert (await Talk(ends).until_ended("a"))["a"][-1]["type"] == "finished"
