@@ -64,12 +64,12 @@ class TritonRunner:
             self._decoder = Decoder(config, weights, rotary, body.make, TritonOperations(), device)
             self._head = head.make(weights.lm_head.to(device), None)
         self._row_counts, self._head_counts = body.row_counts, head.row_counts
-        self._graphs = StepGraphs(enabled=use_graphs and device.type == "cuda")
+        self.graphs = StepGraphs(enabled=use_graphs and device.type == "cuda")
         self._work = self._attention.work
         counts = ", ".join(map(str, body.row_counts.counts))
         self.description = (
             f"triton on {device}, {str(dtype).removeprefix('torch.')}, products by {body.library} for {counts} rows, "
-            f"{'CUDA graphs' if self._graphs.enabled else 'no graphs'}; "
+            f"{'CUDA graphs' if self.graphs.enabled else 'no graphs'}; "
             f"products' rows were {'found' if body.stable and head.stable else 'NOT FOUND'} to be independent"
         )
 
@@ -85,7 +85,7 @@ class TritonRunner:
         staged = self._attention.stage(batch, num_rows, ids)
         if self._attention.work is not self._work:
             self._work = self._attention.work
-            self._graphs.clear()
+            self.graphs.clear()
 
         def compute() -> Outputs:
             token_ids, positions, wanted = staged.split([num_rows, num_rows, num_logits])
@@ -93,7 +93,7 @@ class TritonRunner:
             return self._head(hidden.index_select(0, wanted)), features
 
         if num_rows <= MAX_GRAPH_ROWS:
-            logits, features = self._graphs.run((num_rows, num_logits, batch.feature_layers), compute)
+            logits, features = self.graphs.run((num_rows, num_logits, batch.feature_layers), compute)
         else:
             logits, features = compute()
         # The next replay overwrites what this one returned, and a caller may keep it.
