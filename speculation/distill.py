@@ -86,7 +86,11 @@ def make_prompts(
             request_id=number,
             prompt_token_ids=chat.open_turn(opening.text),
             sampling=SamplingParams(
-                temperature=1.0, top_p=0.98, seed=seed + int(number), max_tokens=opening.max_tokens
+                temperature=1.0,
+                top_p=0.98,
+                seed=seed + int(number),
+                max_tokens=opening.max_tokens,
+                min_tokens=opening.min_tokens,
             ),
             speculation=NoSpeculation(),
         )

@@ -44,7 +44,7 @@ def tiny_head_weights(
     size, heads = layer.hidden_size, layer.num_heads * layer.head_size
     num_features = len(architecture.feature_layers) * size
     target_ids = torch.randperm(layer.vocab_size, generator=generator)[: architecture.draft_vocab_size].sort().values
-    embed = tiny_weights(dtype=dtype).embed
+    embed = tiny_weights(msgspec.structs.replace(layer, num_layers=TINY.num_layers), dtype=dtype).embed
     return Eagle3Weights(
         fc=matrix(size, num_features),
         feature_norm=None if architecture.feature_norm == "none" else vector(num_features),

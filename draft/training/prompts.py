@@ -59,6 +59,7 @@ class Opening:
 
     text: str
     max_tokens: int
+    min_tokens: int = 0
 
 
 def openings(count: int, seed: int) -> list[Opening]:
@@ -69,10 +70,11 @@ def openings(count: int, seed: int) -> list[Opening]:
         kind = rng.random()
         if kind < 0.35:
             drawn.append(Opening("", 72))
-        elif kind < 0.87:
+        elif kind < 0.8:
             drawn.append(Opening(rng.choice(OPENERS), 64))
         else:
-            drawn.append(Opening(rng.choice(LONG_OPENERS), 220))
+            # Left alone, the target ends most texts after a sentence.
+            drawn.append(Opening(rng.choice(LONG_OPENERS), 280, rng.choice((60, 120, 200))))
     return drawn
 
 

@@ -6,11 +6,19 @@ import msgspec
 import pytest
 import torch
 
+from draft.config import Eagle3Config, NoSpeculation
+from draft.eagle3 import Eagle3Proposer
 from draft.eagle3_head import Eagle3Architecture, Eagle3Head, FeatureNorm
 from draft.eagle3_native import NativeEagle3Head, native_head_obstacle
+from draft.roster import Roster
+from speculation.controller import DraftLengthController
+from speculation.cost_model import StepCostModel
+from speculation.engine import Engine
+from speculation.messages import SamplingParams, Submit
 from target.layout import BatchEntry, lay_out
+from tests.speculation.test_engine import Run
 from tests.tiny_head import tiny_architecture, tiny_head_weights
-from tests.tiny_model import TINY
+from tests.tiny_model import TINY, tiny_runner
 
 SHAPE = msgspec.structs.replace(TINY, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_size=32)
 """The native step needs multiples of 32."""
@@ -18,8 +26,6 @@ SHAPE = msgspec.structs.replace(TINY, hidden_size=64, intermediate_size=96, num_
 
 def heads_of(architecture: Eagle3Architecture, num_threads: int) -> tuple[Eagle3Head, NativeEagle3Head]:
     weights = tiny_head_weights(architecture, dtype=torch.float32)
-    weights.embed = torch.randn(SHAPE.vocab_size, SHAPE.hidden_size, generator=torch.Generator().manual_seed(5))
-    weights.lm_head = weights.embed[weights.target_ids].clone()
     return (
         Eagle3Head(architecture, weights, num_blocks=8, block_size=16),
         NativeEagle3Head(architecture, weights, num_blocks=8, block_size=16, num_threads=num_threads),
@@ -75,3 +81,43 @@ def test_what_it_cannot_compute_has_a_reason() -> None:
     if native_head_obstacle(tiny_architecture(SHAPE), 16) is None:
         assert "hidden_size is 16" in str(native_head_obstacle(tiny_architecture(TINY), 16))
         assert "block_size is 4" in str(native_head_obstacle(tiny_architecture(SHAPE), 4))
+
+
+@pytest.mark.skipif(native_head_obstacle(tiny_architecture(SHAPE), 16) is not None, reason="not this processor")
+def test_answers_are_the_target_s_with_many_sequences_at_a_time() -> None:
+    """Chains and trees of eight sequences, preempted and with shared prefixes, say what plain decoding says."""
+    architecture = tiny_architecture(SHAPE, feature_norm="each")
+    native = NativeEagle3Head(
+        architecture, tiny_head_weights(architecture, dtype=torch.float32), num_blocks=20, block_size=16, num_threads=2
+    )
+    proposer = Eagle3Proposer(native, eos_token_ids=SHAPE.eos_token_ids, max_catch_up_tokens=16)
+    engine = Engine(
+        tiny_runner(SHAPE, num_blocks=18, block_size=16),
+        Roster({"eagle3": proposer}),
+        DraftLengthController(StepCostModel()),
+        model_fingerprint="tiny",
+        default_config=NoSpeculation(),
+        max_num_seqs=8,
+        max_num_batched_tokens=48,
+        max_waiting=100,
+    )
+    configs = [
+        Eagle3Config(num_speculative_tokens=3),
+        Eagle3Config(num_speculative_tokens=4, tree_size=12),
+        Eagle3Config(),
+    ]
+    answers: dict[str, list[list[int]]] = {"plain": [], "drafted": []}
+    for name, found in answers.items():
+        run = Run(engine)
+        for i in range(8):
+            sampling = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=40)
+            config = NoSpeculation() if name == "plain" else configs[i % 3]
+            prompt = [*range(20), *range(i, 12)]
+            run.submit(Submit(request_id=str(i), prompt_token_ids=prompt, sampling=sampling, speculation=config))
+        run.until_idle()
+        found += [run.tokens[str(i)] for i in range(8)]
+    assert answers["plain"] == answers["drafted"]
+    assert engine.stats().counters["draft_tokens"] > 100
+    assert engine.stats().counters["preemptions"] > 0
+    assert proposer.pool.num_in_use == 0
+    native.close()
