@@ -42,7 +42,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int = 200
     num_concurrent: int = 4
     num_engines: int = 3
-    num_blocks: int = 140
+    num_blocks: int = 120
     """Of each engine's cache."""
     seed: int = 0
 

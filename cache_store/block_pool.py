@@ -12,10 +12,13 @@ Block 0 is the null block: padding is written there, and it is in none of the st
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cache_store.hashing import block_hash
+
+MOST_SPARED = 64
+"""At most so many preferred blocks in a row are passed over for an eviction: it takes a bounded time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +67,7 @@ class BlockPool:
         self._contents: dict[int, _Content] = {}
         self._index: dict[bytes, int] = {}
         self._tables: set[BlockTable] = set()
+        self._preferred: set[bytes] = set()
         self._stored: list[bytes] = []
         self._evicted: list[bytes] = []
 
@@ -176,6 +180,20 @@ class BlockPool:
             self._drop(table.block_ids.pop())
         table.hashes.clear()
 
+    def prefer(self, identities: Sequence[bytes]) -> None:
+        """From now on these blocks and those before them are evicted last, as far as they are here.
+
+        In order: the first ones count most, and no more than half of the pool is preferred, so that there is always
+        something else to evict. Replaces what was preferred before.
+        """
+        preferred: set[bytes] = set()
+        most = self.num_usable // 2
+        for identity in identities:
+            chain = [each for each in self._chain(identity) if each not in preferred]
+            if len(preferred) + len(chain) <= most:
+                preferred.update(chain)
+        self._preferred = preferred
+
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
         """Identities that entered and left the index since the last call, for the metadata store: the net effect."""
         stored = [identity for identity in dict.fromkeys(self._stored) if identity in self._index]
@@ -214,12 +232,25 @@ class BlockPool:
             raise AssertionError("there are contents that the index does not know")
 
     def _allocate(self) -> int:
-        if self._free:
-            block_id = self._free.pop()
-        else:
-            block_id, _ = self._cached.popitem(last=False)
-            self._forget(block_id)
+        block_id = self._free.pop() if self._free else self._evict()
         self._ref_counts[block_id] = 1
+        return block_id
+
+    def _chain(self, identity: bytes) -> Iterator[bytes]:
+        """A block and those before it, as far as they are here."""
+        while (block_id := self._index.get(identity)) is not None:
+            yield identity
+            identity = self._contents[block_id].parent
+
+    def _evict(self) -> int:
+        """The least recently used cached block, or one behind it that is not preferred."""
+        for _ in range(MOST_SPARED):
+            block_id = next(iter(self._cached))
+            if self._contents[block_id].hash not in self._preferred:
+                break
+            self._cached.move_to_end(block_id)
+        block_id, _ = self._cached.popitem(last=False)
+        self._forget(block_id)
         return block_id
 
     def _take(self, block_id: int) -> None:

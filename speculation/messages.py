@@ -1,6 +1,6 @@
 """Every message that crosses the seam between the front and an engine. Frozen data; MessagePack on the wire.
 
-Front to engine: `Submit`, `Abort`, `Drain`. Engine to front: `Ready`, `StepOutputs`, `Rejected`, `Stats`,
+Front to engine: `Submit`, `Abort`, `Drain`, `Prefer`. Engine to front: `Ready`, `StepOutputs`, `Rejected`, `Stats`,
 `BlocksChanged`, `Alive`.
 """
 
@@ -21,6 +21,7 @@ __all__ = [
     "Event",
     "NgramConfig",
     "NoSpeculation",
+    "Prefer",
     "Ready",
     "Rejected",
     "RequestMetrics",
@@ -65,7 +66,13 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Take no new sequences, finish the running ones, then exit."""
 
 
-Command = Submit | Abort | Drain
+class Prefer(msgspec.Struct, frozen=True, tag="prefer"):
+    """Prefixes that the whole pool is asked for, by their last blocks, most popular first: evict them last."""
+
+    identities: list[bytes]
+
+
+Command = Submit | Abort | Drain | Prefer
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

@@ -36,6 +36,7 @@ from speculation.messages import (
     Command,
     Drain,
     Event,
+    Prefer,
     Rejected,
     SequenceOutput,
     StepOutputs,
@@ -125,6 +126,8 @@ class Worker:
                     self._send_outputs([output])
             case Drain():
                 self._draining = True
+            case Prefer(identities):
+                self._engine.pool.prefer(identities)
         return True
 
     def _refusal_of(self, request: Submit) -> Rejected | None:

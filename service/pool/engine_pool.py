@@ -168,7 +168,6 @@ class EnginePool:
         """An engine has died with these on board. They go on elsewhere, unless the service ends."""
         self._prefixes.forget(member.engine_id)
         for flight in flights:
-            flight.end_life()
             if flight.is_aborted:
                 self._drop(flight)
                 flight.deliver_abort()
@@ -251,6 +250,7 @@ class EnginePool:
             engine_id=member.engine_id,
             num_cached_tokens=num_cached,
             ttft=load.predict_ttft(num_prompt - num_cached),
+            compute_seconds=load.compute_seconds(num_prompt - num_cached),
             num_live=load.num_live,
         )
 
@@ -261,10 +261,10 @@ class EnginePool:
         num_tokens = len(submit.prompt_token_ids) + submit.sampling.max_tokens
         fitting = [member for member in serving if member.context_length >= num_tokens] or serving
         found = [member for member in fitting if member.engine_id not in flight.refused_by]
-        if not flight.num_strikes or self._clock() - flight.waits_since > PROBATION_SECONDS:
+        if not flight.num_strikes:
             return found
         is_last = len(serving) == 1 and any(member.state in {"loading", "warming"} for member in self.members.values())
-        if is_last:
+        if is_last and self._clock() - flight.waits_since <= PROBATION_SECONDS:
             return []
         if flight.num_strikes == self._failover_attempts - 1:
             return [member for member in found if not self._has_suspect(member, flight.num_strikes)]

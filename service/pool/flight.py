@@ -21,7 +21,7 @@ class Flight:
     """Survives the engines it runs on: tokens depend on the request alone, so another one can go on from any of them.
 
     A life is the time on one engine. One that ends early, by the engine's death, is a strike: the sequence may be what
-    killed it. A longer life clears all strikes.
+    killed it. A longer life clears all strikes, and one spent in the engine's queue says nothing.
     """
 
     def __init__(self, stream: OutputStream, submit: Submit, hashes: Sequence[bytes] = ()) -> None:
@@ -75,16 +75,19 @@ class Flight:
         self.member, self.placed_at = member, now
         self._num_outputs = 0
 
-    def end_life(self) -> None:
-        """Its engine has died."""
+    def end_life(self, *, was_running: bool) -> None:
+        """Its engine has died. `was_running` is False if it was surely still in the queue."""
         self.member = None
-        self.num_strikes = self.num_strikes + 1 if self._num_outputs < STEADY_OUTPUTS else 0
+        if self._num_outputs < STEADY_OUTPUTS and (was_running or self._num_outputs):
+            self.num_strikes += 1
 
     def deliver(self, output: SequenceOutput) -> float | None:
         """Pass an output on. Returns the seconds since the last one, if there was one."""
         self._token_ids += output.token_ids
         self._has_prompt_logprobs |= output.prompt_logprobs is not None
         self._num_outputs += 1
+        if self._num_outputs == STEADY_OUTPUTS:
+            self.num_strikes = 0
         return self.stream.put(output)
 
     def deliver_abort(self) -> None:

@@ -19,6 +19,7 @@ from speculation.messages import (
     Command,
     Drain,
     Event,
+    Prefer,
     Ready,
     Rejected,
     SequenceOutput,
@@ -164,6 +165,8 @@ class Listener:
                 self._send(msgspec.structs.replace(command, request_id=request_id))
             case Abort():
                 self._send(Abort(f"{front.name}/{command.request_id}"))
+            case Prefer():
+                pass  # what the pool asks for is in the store, where this side reads it itself
             case Drain():
                 self._log.info("draining", asked_by=front.name)
                 self.drain()

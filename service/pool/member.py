@@ -16,6 +16,7 @@ from speculation.messages import (
     Command,
     Drain,
     Event,
+    Prefer,
     Ready,
     Rejected,
     Stats,
@@ -128,6 +129,8 @@ class Member:
     def detach(self, error: EngineUnavailableError) -> None:
         """It is gone: what it had goes on elsewhere, unless nothing goes on at all."""
         had_served = self.ready is not None
+        # In order of arrival, which is that of the queue but for priorities: behind so many nobody can have run.
+        num_running = self.ready.max_num_seqs if self.ready is not None else 0
         self.ready = self._send = None
         self.is_warming = False
         self.opened.clear()
@@ -136,8 +139,10 @@ class Member:
             self.num_deaths += 1
             if self.observer is not None:
                 self.observer.left()
-        flights, self.flights = self.flights, {}
-        self._pool.lost(self, list(flights.values()), error)
+        flights, self.flights = list(self.flights.values()), {}
+        for index, flight in enumerate(flights):
+            flight.end_life(was_running=not num_running or index < num_running)
+        self._pool.lost(self, flights, error)
 
     def dispatch(self, event: Event) -> None:
         """Hand on an event of the engine."""
@@ -168,6 +173,11 @@ class Member:
         """End a sequence; its last output still comes."""
         if self._send is not None:
             self._send(Abort(request_id))
+
+    def prefer(self, identities: list[bytes]) -> None:
+        """Tell it which prefixes the whole pool is asked for."""
+        if self._send is not None:
+            self._send(Prefer(identities))
 
     def drain(self) -> None:
         """Let it finish what it has and exit. It is given nothing more."""

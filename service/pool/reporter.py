@@ -13,6 +13,9 @@ from service.pool.store import PoolStore
 from service.pool.warm_start import warm
 from speculation.messages import BlocksChanged
 
+ADVICE_SECONDS = 2.0
+MOST_ADVISED = 64
+
 
 class Reporter:
     """Satisfies `Observer`. Everything it waits for, it waits for beside the engine's events, never in their way."""
@@ -60,11 +63,21 @@ class Reporter:
                 hot = await self._store.guarded.hot_prefixes(self._warm_prefixes)
                 await warm(self._member, hot, self._warm_seconds)
                 self._member.open()
-            await publisher.run(lambda: self._status(publisher))
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(publisher.run(lambda: self._status(publisher)), name="publisher")
+                tasks.create_task(self._advise(), name="advice")
         finally:
             if self._store.health.is_up:
                 with suppress(StoreUnavailable):
                     await self._store.store.leave(self._member.engine_id)
+
+    async def _advise(self) -> None:
+        """Tell the engine now and then what the whole pool is asked for, so that it keeps that."""
+        while True:
+            await asyncio.sleep(ADVICE_SECONDS)
+            hot = [prefix.block_hash for prefix in await self._store.guarded.hot_prefixes(MOST_ADVISED)]
+            if hot:
+                self._member.prefer(hot)
 
     def _status(self, publisher: BlockPublisher) -> EngineStatus:
         ready, stats = self._member.ready, self._member.totals.latest

@@ -26,13 +26,16 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     sequence_seconds: float = 0.0
     """How long a sequence lasts there, about."""
 
+    def compute_seconds(self, num_tokens: float) -> float:
+        """How long so many prompt tokens take."""
+        return num_tokens / (self.prefill_tokens_per_second or ASSUMED_PREFILL_RATE)
+
     def predict_ttft(self, num_uncached_tokens: float) -> float:
         """Seconds to the first token of a prompt of which so many tokens must be computed: the queue, then the prompt.
 
         Where more sequences are there than run at a time, first so many must end as are too many.
         """
-        rate = self.prefill_tokens_per_second or ASSUMED_PREFILL_RATE
-        seconds = (self.pending_tokens + num_uncached_tokens) / rate
+        seconds = self.compute_seconds(self.pending_tokens + num_uncached_tokens)
         if self.max_num_seqs:
             too_many = max(self.num_live + 1 - self.max_num_seqs, 0)
             seconds += too_many * self.sequence_seconds / self.max_num_seqs
@@ -46,6 +49,8 @@ class Quote(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int
     ttft: float
     """Predicted, in seconds."""
+    compute_seconds: float = 0.0
+    """Of them, those that computing what is not cached takes."""
     num_live: int
 
 
@@ -56,15 +61,15 @@ class Routing(Protocol):
 
 
 class LeastTtft:
-    """The engine whose first token is predicted soonest, with a preference for those that hold the most of the prompt.
+    """The engine whose first token is predicted soonest, and of those about as soon one that holds more of the prompt.
 
-    An engine without the prefix must be sooner by a margin, since computing it again costs the others there. A hot
-    prefix so moves to a second engine when the queue at its holder is longer than its computation takes: long before
-    the holder is overloaded. From then on both hold it.
+    Computing counts twice: whoever asks waits for it, and so do those who come behind; and what it fills was somebody
+    else's. So a hot prefix moves to a second engine when the queue at its holder is longer than computing it twice
+    takes: long before the holder is overloaded. From then on both hold it, and share what is asked of it.
     """
 
     def __init__(self, *, margin: float = 0.1, least_seconds: float = 0.002) -> None:
-        """An engine that holds less must be sooner by `margin` of the holder's time and by `least_seconds`."""
+        """Costs that differ by less than `margin` of them and `least_seconds` are the same: predictions are rough."""
         self._margin = margin
         self._least = least_seconds
         self._turns: dict[str, int] = {}
@@ -72,20 +77,20 @@ class LeastTtft:
         self._turn = 0
 
     def choose(self, quotes: Sequence[Quote]) -> Quote:
-        most = max(quote.num_cached_tokens for quote in quotes)
-        chosen = self._about_soonest([quote for quote in quotes if quote.num_cached_tokens == most])
-        soonest = self._about_soonest(quotes)
-        if soonest.ttft < chosen.ttft * (1.0 - self._margin) - self._least:
-            chosen = soonest
+        lowest = min(_cost(quote) for quote in quotes)
+        near = [quote for quote in quotes if _cost(quote) <= lowest * (1.0 + self._margin) + self._least]
+        chosen = min(near, key=self._rank)
         self._turn += 1
         self._turns[chosen.engine_id] = self._turn
         return chosen
 
-    def _about_soonest(self, quotes: Sequence[Quote]) -> Quote:
-        """Of those that are about as soon as the soonest the one with the fewest sequences, then who waited longest."""
-        soonest = min(quote.ttft for quote in quotes)
-        near = [quote for quote in quotes if quote.ttft <= soonest * (1.0 + self._margin) + self._least]
-        return min(near, key=lambda quote: (quote.num_live, self._turns.get(quote.engine_id, 0)))
+    def _rank(self, quote: Quote) -> tuple[int, int, int]:
+        """Who holds the most, then who has the fewest sequences, then who waited longest."""
+        return -quote.num_cached_tokens, quote.num_live, self._turns.get(quote.engine_id, 0)
+
+
+def _cost(quote: Quote) -> float:
+    return quote.ttft + quote.compute_seconds
 
 
 class PrefixOnly:

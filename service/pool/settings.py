@@ -42,7 +42,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     failover_attempts: Annotated[
         PositiveInt,
         Meta(description="engines in a row that may die right after they took a request; then it gets an error"),
-    ] = 3
+    ] = 5
     warm_seconds: Annotated[
         float,
         Meta(ge=0.0, description="how long a fresh engine may compute hot prefixes before it serves; 0 keeps no text"),

@@ -27,6 +27,7 @@ from speculation.messages import (
     Drain,
     Event,
     NoSpeculation,
+    Prefer,
     Ready,
     Rejected,
     RequestMetrics,
@@ -176,6 +177,8 @@ class ScriptedEngine:
                     self._send(StepOutputs([ended]))
             case Drain():
                 self._draining = True
+            case Prefer():
+                pass
 
     def _hold(self, submit: Submit) -> None:
         """Report the blocks of a prompt as held; none is ever evicted."""

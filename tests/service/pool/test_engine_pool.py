@@ -306,3 +306,16 @@ async def test_siblings_share_an_engine() -> None:
     prompt = list(range(90)) * 5
     async with pool.pool.submit([submit(f"{i}", prompt=prompt) for i in range(3)]):
         assert len({id(pool.holder(f"{i}")) for i in range(3)}) == 1
+
+
+async def test_waiting_in_the_queue_of_a_dead_engine_is_no_strike() -> None:
+    """Of more sequences than an engine runs at a time, those behind were surely not what killed it."""
+    pool = make_pool(1, attempts=1)
+    engine = pool.engines[0]
+    engine.die()
+    engine.serve(max_num_seqs=2)
+    async with pool.pool.submit([submit(f"{i}") for i in range(4)]):
+        engine.die()
+        assert pool.pool.num_given_up == 2
+        engine.serve()
+        assert set(engine.member.flights) == {"2", "3"}

@@ -153,7 +153,7 @@ async def test_killing_under_load_changes_no_answer(start_service: StartService)
 
 async def test_what_kills_engines_does_not_kill_them_all(start_service: StartService) -> None:
     """A request that kills what takes it gets an error after three; its neighbours end, and one engine serves on."""
-    service = await start_service(pool=PoolSettings(engines=3))
+    service = await start_service(pool=PoolSettings(engines=3, failover_attempts=3))
     await until_all_serve(service)
     neighbours = [asyncio.create_task(ask(service, body(number, max_tokens=200))) for number in range(6)]
     await service.until(lambda: service.front.client.num_live == 6)
