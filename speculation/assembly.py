@@ -16,6 +16,7 @@ from speculation.calibration import time_steps
 from speculation.controller import DraftLengthController
 from speculation.cost_model import StepCostModel
 from speculation.engine import Engine
+from speculation.heads import load_heads
 from speculation.messages import Ready
 from speculation.settings import EngineSettings
 from target.config import ModelConfig
@@ -42,6 +43,7 @@ def assemble(settings: EngineSettings) -> tuple[Engine, Ready]:
         draft_folder = model_folder(settings.draft_model, cache_dir)
         require_same_tokenizer(folder, draft_folder)
         proposers["draft_model"] = _draft_model(draft_folder, settings, num_blocks, target=config)
+    proposers |= load_heads(folder, settings, runner, num_blocks)
     costs = StepCostModel()
     identity = model_fingerprint(folder, dtype=settings.dtype, quantization=_arithmetic(settings, runner))
     engine = Engine(

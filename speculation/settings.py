@@ -23,6 +23,19 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         str | None,
         Meta(description="folder or .gguf file of a small model with the target's tokenizer; enables draft_model"),
     ] = None
+    eagle3: Annotated[
+        str | None,
+        Meta(description='folder of an EAGLE-3 head; "auto" is the one that comes with forerun for the embedded model'),
+    ] = "auto"
+    eagle3_shift_layers: Annotated[
+        int,
+        Meta(
+            ge=-4,
+            le=4,
+            description="added to the target layers that an EAGLE-3 head says it reads: some count them differently",
+        ),
+    ] = 0
+    medusa: Annotated[str | None, Meta(description="folder of Medusa heads for the target; enables medusa")] = None
     cache_dir: Annotated[
         str, Meta(description="where converted models are kept, so that the second start is quick")
     ] = "~/.cache/forerun"
