@@ -207,9 +207,7 @@ class Front:
 
     def _note_answer(self, answer: Answer, method: str, part: Participation, tenant: Tenant) -> None:
         closing = answer.closing
-        self.cache.note(
-            tenant.name, prompt_tokens=closing.num_prompt_tokens, cached_tokens=closing.num_cached_tokens
-        )
+        self.cache.note(tenant.name, prompt_tokens=closing.num_prompt_tokens, cached_tokens=closing.num_cached_tokens)
         self.metrics.observe(closing, method)
         if not answer.is_aborted:
             part.finish(closing.metrics.timing)

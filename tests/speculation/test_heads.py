@@ -45,7 +45,7 @@ def test_heads_that_are_given_are_served(target: Path, tmp_path: Path) -> None:
 )
 def test_what_cannot_be_loaded_names_the_setting(target: Path, tmp_path: Path, method: str, message: str) -> None:
     """A folder of another kind, or one without its tensors, stops the start with the setting's name."""
-    folder = write_tiny_medusa(tmp_path, **({} if method == "eagle3" else {"medusa_num_heads": 5}))
+    folder = write_tiny_medusa(tmp_path, **({} if method == "eagle3" else {"medusa_num_heads": 5}))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):
         assemble(settings_for(target, **{method: str(folder)}))
     with pytest.raises(ValueError, match=f"{method}: .*does not exist"):
