@@ -220,7 +220,7 @@ class EnginePool:
         """Whoever waits gets an engine, if there is one by now, or an error, if that took too long."""
         now = self._clock()
         for flight in list(self._waiting.values()):
-            if now - flight.waits_since > self._failover_seconds:
+            if now - flight.waits_since > self._failover_seconds and not self._is_behind_suspects(flight):
                 self._give_up(flight, f"no other engine could take over within {self._failover_seconds:g} s")
                 continue
             flight.refused_by.clear()
@@ -269,6 +269,11 @@ class EnginePool:
         if flight.num_strikes == self._failover_attempts - 1:
             return [member for member in found if not self._has_suspect(member, flight.num_strikes)]
         return found
+
+    def _is_behind_suspects(self, flight: Flight) -> bool:
+        """Whether it is kept waiting for its last try by others that make theirs, each of which soon has an end."""
+        is_last_try = flight.num_strikes == self._failover_attempts - 1
+        return is_last_try and any(self._has_suspect(member, flight.num_strikes) for member in self.serving)
 
     @staticmethod
     def _has_suspect(member: Member, num_strikes: int) -> bool:

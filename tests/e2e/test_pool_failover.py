@@ -100,14 +100,23 @@ async def test_a_stream_goes_on_when_its_engine_dies_or_hangs(pool: Server, numb
 async def test_killing_under_load_changes_no_answer(pool: Server) -> None:
     """With an engine killed every few seconds under 50 streams, each answer equals the undisturbed one."""
     rng = random.Random(7)
+
+    async def ask_all(client: aiohttp.ClientSession) -> list[list[dict[str, Any]]]:
+        """50 streams at a time, four behind one another."""
+
+        async def ask_some(number: int) -> list[dict[str, Any]]:
+            requests = [body(number + 50 * turn, max_tokens=70, ignore_eos=True) for turn in range(4)]
+            return [await ask(client, pool, request) for request in requests]
+
+        return await asyncio.gather(*(ask_some(number) for number in range(50)))
+
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
         await until_serving(client, pool, 2)
-        requests = [body(number, max_tokens=160 + number, ignore_eos=True) for number in range(50)]
-        undisturbed = await asyncio.gather(*(ask(client, pool, request) for request in requests))
-        asking = asyncio.gather(*(ask(client, pool, request) for request in requests))
+        undisturbed = await ask_all(client)
+        asking = asyncio.create_task(ask_all(client))
         num_killed = 0
         while not asking.done():
-            await asyncio.wait({asking}, timeout=rng.uniform(4.0, 7.0))
+            await asyncio.wait({asking}, timeout=rng.uniform(3.0, 6.0))
             pids = pool.engine_pids()
             if not asking.done() and len(pids) == 2:
                 os.kill(rng.choice(pids), signal.SIGKILL)
