@@ -15,7 +15,9 @@ FUSE_AT = 64
 class Backlog:
     """Rows of consecutive tokens [start, end) of one sequence: fused ones first, then the newest as they came."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        """Keeps the newest `most` rows, and for a while up to half as many more."""
+        self._most = most
         self.start = 0
         self.end = 0
         self._fused: list[torch.Tensor] = []
@@ -34,10 +36,24 @@ class Backlog:
         if last > self.end:
             self._raw.append(features.states[self.end - first :])
             self.end = last
+            self._forget()
         if sum(map(len, self._raw)) >= FUSE_AT:
             self._fused.append(fuse(torch.cat(self._raw)))
             self._raw = []
         return is_joined
+
+    def _forget(self) -> None:
+        """Let go of the oldest rows where there are too many."""
+        excess = self.end - self.start - self._most
+        if 2 * excess <= self._most:
+            return
+        self.start += excess
+        num_fused = sum(map(len, self._fused))
+        if excess < num_fused:
+            self._fused = [torch.cat(self._fused)[excess:].clone()]
+            return
+        self._fused = []
+        self._raw = [torch.cat(self._raw)[excess - num_fused :].clone()]
 
     def raw(self) -> torch.Tensor | None:
         """The rows that are not fused yet; to be answered by `set_fused`."""

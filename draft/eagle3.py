@@ -33,7 +33,7 @@ class _HeadState:
 
     root: bytes
     num_tokens: int
-    backlog: Backlog = field(default_factory=Backlog)
+    backlog: Backlog
     table: BlockTable | None = None
     base: int = 0
     """The first pair that is in the cache: the head attends from there."""
@@ -70,12 +70,24 @@ class Eagle3Proposer:
 
     name = "eagle3"
 
-    def __init__(self, head: PairHead, *, eos_token_ids: tuple[int, ...], max_catch_up_tokens: int = 512) -> None:
-        """`eos_token_ids` are the target's; at most `max_catch_up_tokens` pairs are computed before the first guess."""
+    def __init__(
+        self,
+        head: PairHead,
+        *,
+        eos_token_ids: tuple[int, ...],
+        max_catch_up_tokens: int = 512,
+        max_pairs_behind: int = 1 << 20,
+    ) -> None:
+        """`eos_token_ids` are the target's; at most `max_catch_up_tokens` pairs are computed before the first guess.
+
+        Of a sequence that is more than `max_pairs_behind` pairs behind, after a long prompt or because nobody asked for
+        drafts, the oldest are given up: the head then attends only from there.
+        """
         self.needs_features = head.config.feature_layers
         self._head = head
         self._eos_token_ids = eos_token_ids
         self._max_catch_up_tokens = max_catch_up_tokens
+        self._max_pairs_behind = max_pairs_behind
         self.pool = BlockPool(head.kv_pool.num_blocks, head.kv_pool.block_size)
         self._states: dict[int, _HeadState] = {}
         """Least recently drafted first."""
@@ -88,7 +100,7 @@ class Eagle3Proposer:
             raise ValueError(f"sequence {seq_id} was started already")
         # A block of pairs depends on the tokens behind the first; that one goes into the root.
         root = block_hash(root_hash(self.name, cache_salt), prompt_token_ids[:1])
-        self._states[seq_id] = _HeadState(root, len(prompt_token_ids))
+        self._states[seq_id] = _HeadState(root, len(prompt_token_ids), Backlog(self._max_pairs_behind))
 
     def commit(self, seq_id: int, token_ids: Sequence[int], features: Features | None) -> None:
         """Features are kept until somebody asks for a draft."""
@@ -159,6 +171,8 @@ class Eagle3Proposer:
             return "too_long"
         if not state.backlog.start <= max(growth.num_pairs - 1, 0) < state.backlog.end:
             return "not_ready"
+        if state.num_computed < state.backlog.start:
+            self._release(state)
         if state.table is None:
             self._open(growth)
         assert state.table is not None

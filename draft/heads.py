@@ -16,6 +16,8 @@ from draft.medusa_heads import MedusaHeads
 from target.errors import CheckpointError
 from target.hf_config import read_json
 
+NATIVE_PAIRS_BEHIND = 256
+
 HeadKind = Literal["eagle3", "medusa", "draft_model"]
 
 
@@ -29,6 +31,8 @@ class HeadPlace:
     """Of its KV pool, where it has one."""
     block_size: int
     max_catch_up_tokens: int = 512
+    max_pairs_behind: int | None = None
+    """See `Eagle3Proposer`; by default 256 for a native head, whose processor has better things to do."""
     is_native: bool = False
     """Whether an EAGLE-3 head is to be computed by machine code of its own, on a CPU that allows it."""
     cache_dir: Path | None = None
@@ -74,7 +78,13 @@ def load_head(folder: Path, tables: TargetTables, place: HeadPlace) -> Eagle3Pro
                 is_native=place.is_native,
                 cache_dir=place.cache_dir,
             )
-            return Eagle3Proposer(head, eos_token_ids=eos_token_ids, max_catch_up_tokens=place.max_catch_up_tokens)
+            behind = place.max_pairs_behind or (NATIVE_PAIRS_BEHIND if place.is_native else 1 << 20)
+            return Eagle3Proposer(
+                head,
+                eos_token_ids=eos_token_ids,
+                max_catch_up_tokens=place.max_catch_up_tokens,
+                max_pairs_behind=behind,
+            )
         case "medusa":
             return MedusaProposer(MedusaHeads(folder, tables, place.dtype, place.device), eos_token_ids=eos_token_ids)
         case "draft_model":

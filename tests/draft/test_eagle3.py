@@ -30,9 +30,15 @@ NGRAM = NgramConfig(num_speculative_tokens=4, min_n=1, max_n=2)
 FIRST = FirstConfig(proposers=(NGRAM, TREE))
 
 
-def proposer_with(num_blocks: int = 200, *, block_size: int = 4, max_catch_up_tokens: int = 512) -> Eagle3Proposer:
-    head = tiny_head(num_blocks=num_blocks, block_size=block_size)
-    return Eagle3Proposer(head, eos_token_ids=TINY.eos_token_ids, max_catch_up_tokens=max_catch_up_tokens)
+def proposer_with(
+    num_blocks: int = 200, *, block_size: int = 4, max_catch_up_tokens: int = 512, max_pairs_behind: int = 1 << 20
+) -> Eagle3Proposer:
+    return Eagle3Proposer(
+        tiny_head(num_blocks=num_blocks, block_size=block_size),
+        eos_token_ids=TINY.eos_token_ids,
+        max_catch_up_tokens=max_catch_up_tokens,
+        max_pairs_behind=max_pairs_behind,
+    )
 
 
 def run_with(proposer: Eagle3Proposer, *, num_blocks: int = 200, block_size: int = 4, budget: int = 64) -> Run:
@@ -133,6 +139,18 @@ def test_a_prefix_hit_is_made_up_for_by_the_head_s_own_cache() -> None:
     elsewhere = drafts_by(proposer_with(), token_ids, [(16, 29)])
     assert elsewhere != expected
     assert len(elsewhere[0]) == 3
+
+
+@pytest.mark.parametrize("size", [1, 3, 39])
+def test_what_is_too_far_behind_is_given_up(size: int) -> None:
+    """A head that may be 10 pairs behind drafts as if the target's features began late, however they arrive."""
+    token_ids = [7 * i % 59 for i in range(40)]
+    chunks = [(i, min(i + size, 39)) for i in range(0, 39, size)]
+    proposer = proposer_with(max_pairs_behind=10)
+    found = drafts_by(proposer, token_ids, chunks)
+    starts = [drafts_by(proposer_with(), token_ids, [(first, 39)]) for first in range(24, 30)]
+    assert found in starts
+    assert found != drafts_by(proposer_with(), token_ids, [(0, 39)])
 
 
 def test_tenants_do_not_share_the_head_s_cache() -> None:
