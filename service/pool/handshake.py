@@ -34,6 +34,10 @@ class HandshakeError(ConnectionError):
     """The other side is not who it should be, or no side of ours at all."""
 
 
+class DepartedError(HandshakeError):
+    """Somebody connected and left without a word, as health checks do."""
+
+
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """The engine speaks first."""
 
@@ -61,7 +65,11 @@ async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secr
         async with asyncio.timeout(HANDSHAKE_SECONDS):
             writer.write(encode_frame(Hello(PROTOCOL, nonce)))
             claim = await _read(reader, Claim)
-    except (TimeoutError, OSError, EOFError) as error:
+    except asyncio.IncompleteReadError as error:
+        if not error.partial:
+            raise DepartedError("it left without a word") from error
+        raise HandshakeError(f"no front: it said {len(error.partial)} bytes and left") from error
+    except (TimeoutError, OSError) as error:
         raise HandshakeError(f"no front: {str(error) or 'it said nothing'}") from error
     if len(claim.nonce) != NONCE_BYTES or not hmac.compare_digest(
         claim.mac, _mac(secret, b"front", nonce, claim.nonce)

@@ -10,7 +10,7 @@ import structlog
 
 from service.engine_client import EngineUnavailableError
 from service.engine_link import READ_BYTES
-from service.pool.handshake import HandshakeError, admit
+from service.pool.handshake import DepartedError, HandshakeError, admit
 from service.pool.member import Member
 from speculation.framing import FrameReader, FramingError, encode_frame
 from speculation.messages import (
@@ -134,6 +134,8 @@ class Listener:
                 self._fronts[front.name] = front
                 front.send(self._member.ready)
                 await self._listen(front, reader)
+        except DepartedError:
+            self._log.debug("a connection without a word", peer=peer)
         except (HandshakeError, FramingError) as error:
             self._log.warning("front refused", peer=peer, reason=str(error))
         except OSError as error:
