@@ -11,7 +11,7 @@ from typing import Protocol
 from draft.config import Eagle3Config, NoSpeculation, SpeculationConfig
 from draft.roster import Roster
 from draft.training.feature_store import FeatureStore
-from draft.training.prompts import ChatTokens, openings
+from draft.training.prompts import ChatTokens, Opening, openings
 from draft.training.recorder import FeatureRecorder, prompt_key
 from speculation.controller import DraftLengthController
 from speculation.cost_model import StepCostModel
@@ -81,21 +81,21 @@ def make_prompts(
     progress.update(len(done))
     engine = generation_engine(runner, None, fingerprint)
     todo = {str(i): opening for i, opening in enumerate(openings(count, seed)) if i not in done}
-    requests = (
-        Submit(
-            request_id=number,
-            prompt_token_ids=chat.open_turn(opening.text),
-            sampling=SamplingParams(
-                temperature=1.0,
-                top_p=0.98,
-                seed=seed + int(number),
-                max_tokens=opening.max_tokens,
-                min_tokens=opening.min_tokens,
-            ),
-            speculation=NoSpeculation(),
+
+    def request_for(number: str, opening: Opening) -> Submit:
+        """What fits a small context is asked for, and no more."""
+        turn = chat.open_turn(opening.text)
+        max_tokens = min(opening.max_tokens, engine.max_model_len - len(turn))
+        sampling = SamplingParams(
+            temperature=1.0,
+            top_p=0.98,
+            seed=seed + int(number),
+            max_tokens=max_tokens,
+            min_tokens=min(opening.min_tokens, max_tokens),
         )
-        for number, opening in todo.items()
-    )
+        return Submit(request_id=number, prompt_token_ids=turn, sampling=sampling, speculation=NoSpeculation())
+
+    requests = (request_for(number, opening) for number, opening in todo.items())
     with path.open("a", encoding="utf-8") as file:
         for request, token_ids in run_all(engine, requests):
             text = (todo[request.request_id].text + chat.decode(token_ids)).strip()

@@ -46,7 +46,8 @@ async def test_all_at_once_on_a_socket_is_one_by_one_over_rest(server: Server) -
 async def test_tokens_say_who_guessed_them(server: Server) -> None:
     """Sources and logprobs come with every token; the guessed ones are as many as the bill says."""
     async with aiohttp.ClientSession() as client, client.ws_connect(f"{server.url}/v1/stream") as ends:
-        await ends.send_json({"type": "generate", "id": "a", "request": REQUESTS["greedy"]})
+        request = {**REQUESTS["greedy"], "speculation": "ngram"}
+        await ends.send_json({"type": "generate", "id": "a", "request": request})
         messages: list[dict[str, Any]] = []
         while not messages or messages[-1]["type"] != "finished":
             messages.append(json.loads(await ends.receive_str()))

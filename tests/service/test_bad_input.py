@@ -132,6 +132,7 @@ async def test_wrong_fields_are_named(strict: Service) -> None:
     for fields, param, hint in WRONG_TEXT:
         await check(strict, TEXT, {"prompt": "hi", **fields}, param, hint)
     assert (await strict.post(TEXT, {"prompt": "hi"}))[0] == 200
+    await strict.until(lambda: strict.front.metrics.engine.stats is not None)
     stats = strict.front.metrics.engine.stats
     assert stats is not None
     assert stats.counters["steps"] <= 16
