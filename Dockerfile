@@ -3,6 +3,7 @@
 #   docker build -t forerun .                          on a CPU, with the embedded model inside
 #   docker build -t forerun --build-arg TORCH=cu128 .  on a CUDA device
 #   docker build -t forerun --build-arg MODEL=none .   without a model: mount one
+#   docker build -t forerun --build-arg EXTRAS=ray .   with an extra of pyproject.toml
 #
 # TORCH names the build of torch, as its wheel index does. The image's entry point is the `forerun` command.
 
@@ -11,6 +12,7 @@ ARG PYTHON=3.12
 FROM python:${PYTHON}-slim AS build
 ARG TORCH=cpu
 ARG MODEL=embedded
+ARG EXTRAS=
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /src
 RUN python -m venv /opt/forerun
@@ -24,7 +26,7 @@ COPY draft draft
 COPY service service
 COPY speculation speculation
 COPY target target
-RUN pip install --no-deps .
+RUN pip install --no-deps . && if [ -n "$EXTRAS" ]; then pip install ".[$EXTRAS]"; fi
 ENV FORERUN_CACHE_DIR=/var/lib/forerun
 RUN mkdir -p "$FORERUN_CACHE_DIR" && if [ "$MODEL" = embedded ]; then forerun fetch; fi
 

@@ -61,14 +61,14 @@ def serve(arguments: Sequence[str]) -> int:
 
 def engine(arguments: Sequence[str]) -> int:
     """Run one engine alone, for fronts that find it in the store."""
-    from service.pool.standalone import serve_engine
+    from service.pool.standalone import run_engine
 
     try:
         settings = load_settings(arguments, os.environ, program="forerun engine")
     except SettingsError as error:
         print(f"forerun engine: {error}", file=sys.stderr)
         return 2
-    return asyncio.run(serve_engine(settings, partial(print, flush=True)))
+    return asyncio.run(run_engine(settings, partial(print, flush=True)))
 
 
 def fetch(arguments: Sequence[str]) -> int:

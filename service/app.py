@@ -22,6 +22,7 @@ from service.pool.devices import Place, place_engines
 from service.pool.discovery import Discovery
 from service.pool.local import LocalEngine, LocalEngines
 from service.pool.member import Member
+from service.pool.ray_engines import RayEngines
 from service.pool.remote import RemoteEngine
 from service.pool.routes import cache, drain
 from service.pool.routes import engines as list_engines
@@ -29,6 +30,7 @@ from service.pool.security import Security
 from service.pool.store import MEMORY
 from service.service_routes import live, metrics, model, models, ready
 from service.settings import Settings
+from service.supervisor import EngineStartError
 from service.tenants import TENANTS, only_who_may
 from service.websocket import SOCKETS, close_sockets, stream
 
@@ -36,6 +38,8 @@ ENGINES = web.AppKey("engines", LocalEngines)
 ENGINE_COMMAND = web.AppKey[Callable[[str], Sequence[str]]]("engine_command")
 """Of an engine on a device."""
 SECURITY = web.AppKey("security", Security)
+RAY = web.AppKey[RayEngines | None]("ray")
+"""What has Ray run the engines, if it is to."""
 PLACES = web.AppKey[Sequence[Place]]("places")
 """Where each engine runs."""
 ENGINE_LIFE = web.AppKey[asyncio.Task[None]]("engine_life")
@@ -55,7 +59,9 @@ def create_app(settings: Settings, engine_command: Sequence[str] | None = None) 
     app[TENANTS] = app[FRONT].tenants
     app[SOCKETS] = set()
     app[SECURITY] = Security.load(settings.pool)
-    app[PLACES] = place_engines(settings.engine.device, settings.pool.engines)
+    app[RAY] = RayEngines(settings, engine_command) if settings.pool.ray is not None else None
+    num_local = settings.pool.engines if settings.pool.ray is None else 0
+    app[PLACES] = place_engines(settings.engine.device, num_local)
     app[ENGINE_COMMAND] = lambda device: engine_command or default_engine_command(settings, device)
     app.add_routes(
         [
@@ -116,13 +122,31 @@ async def engines(app: web.Application) -> AsyncIterator[None]:
     ]
     if not is_alone:
         beside.append(asyncio.create_task(discovery(app).run(), name="engines in the store"))
-    task = app[ENGINE_LIFE] = asyncio.create_task(local.run(), name="engines")
+    task = app[ENGINE_LIFE] = asyncio.create_task(life(local, app[RAY]), name="engines")
     yield
     for each in (task, *beside):
         each.cancel()
         with suppress(asyncio.CancelledError, Exception):  # whoever awaited it before has reported its error
             await each
     await front.store.store.close()
+
+
+async def life(local: LocalEngines, ray: RayEngines | None) -> None:
+    """All engines that this front is to start, until they are drained. Raises `EngineStartError` if none can be."""
+    if ray is None:
+        await local.run()
+        return
+    tasks = [asyncio.create_task(each.run(), name="engines") for each in (ray, local)]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    except ValueError as error:
+        raise EngineStartError(str(error)) from error
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def discovery(app: web.Application) -> Discovery:

@@ -50,6 +50,18 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     warm_prefixes: Annotated[
         PositiveInt, Meta(description="most hot prefixes whose text is kept in the store, where warm_seconds is set")
     ] = 32
+    ray: Annotated[
+        str | None,
+        Meta(
+            description='address of a Ray cluster that is to run the engines, or "auto"; needs store, and secret or TLS'
+        ),
+    ] = None
+    ray_strategy: Annotated[
+        Literal["spread", "pack"], Meta(description="how Ray places engines: over many nodes, or on as few as will do")
+    ] = "spread"
+    ray_keep: Annotated[
+        bool, Meta(description="leave the engines in the Ray cluster when this front ends; the next one finds them")
+    ] = False
     secret: Annotated[
         str | None,
         Meta(description="what fronts and stand-alone engines know each other by; better as a variable than as a flag"),

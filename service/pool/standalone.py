@@ -30,14 +30,26 @@ from speculation.messages import Ready
 _log = structlog.get_logger("forerun.listener")
 
 
-async def serve_engine(
+async def run_engine(
     settings: Settings, announce: Callable[[str], None], engine_command: Sequence[str] | None = None
 ) -> int:
-    """Serve until SIGTERM or SIGINT, or until a front has drained it; the exit status. A second signal ends it at once.
+    """`serve_engine` as a command: until SIGTERM or SIGINT; a second signal ends it at once."""
+    configure_logs(settings.engine.log_level)
+    stop = asyncio.Event()
+    _handle_signals(stop)
+    return await serve_engine(settings, announce, stop, engine_command)
+
+
+async def serve_engine(
+    settings: Settings,
+    announce: Callable[[str], None],
+    stop: asyncio.Event,
+    engine_command: Sequence[str] | None = None,
+) -> int:
+    """Serve until `stop` is set, or until a front has drained it; the exit status.
 
     `engine_command` replaces the engine, for tests.
     """
-    configure_logs(settings.engine.log_level)
     try:
         listen = Address.parse(settings.listener.listen, "listen")
         security = Security.load(settings.pool)
@@ -67,7 +79,7 @@ async def serve_engine(
         )
         _log.info("listening", address=str(address), engine="loading")
         async with server:
-            return await engine.run(lambda: announce(f"forerun engine serves at {address}"))
+            return await engine.run(stop, lambda: announce(f"forerun engine serves at {address}"))
     finally:
         await store.store.close()
 
@@ -106,10 +118,8 @@ class StandaloneEngine:
             silence_seconds=settings.pool.silence_seconds,
         )
 
-    async def run(self, announce: Callable[[], None]) -> int:
+    async def run(self, stop: asyncio.Event, announce: Callable[[], None]) -> int:
         """Serve until told to stop, or drained, or the engine cannot be started; the exit status."""
-        stop = asyncio.Event()
-        _handle_signals(stop)
         life = asyncio.create_task(self._supervisor.run(), name="engine")
         waits = [asyncio.create_task(each.wait()) for each in (stop, self._became_ready)]
         try:

@@ -12,7 +12,7 @@ from functools import partial
 
 import msgspec
 
-from service.pool.standalone import serve_engine
+from service.pool.standalone import run_engine
 from service.settings import load_settings
 
 
@@ -21,7 +21,7 @@ def main() -> int:
     settings = load_settings([*flags, "--model", folder], os.environ, program="scripted engine")
     engine = msgspec.json.encode(settings.engine).decode()
     worker = [sys.executable, "-m", "tests.service.scripted_worker", "--settings", engine, "--fingerprint", fingerprint]
-    return asyncio.run(serve_engine(settings, partial(print, flush=True), worker))
+    return asyncio.run(run_engine(settings, partial(print, flush=True), worker))
 
 
 if __name__ == "__main__":
