@@ -99,8 +99,11 @@ async def test_a_termination_lets_the_running_finish(own_server: Server) -> None
         await until_running(own_server)
         own_server.process.terminate()
         await asyncio.sleep(0.2)
-        status, answer = await post(client, own_server, body)
-        if not inside.done():
+        try:
+            status, answer = await post(client, own_server, body)
+        except aiohttp.ClientError:
+            pass  # a fast engine has answered, and the service is gone already
+        else:
             assert (status, answer["error"]["code"]) == (503, "shutting_down")
         status, answer = await inside
         assert (status, answer["usage"]["completion_tokens"]) == (200, 24)

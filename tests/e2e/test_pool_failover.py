@@ -116,13 +116,13 @@ async def test_killing_under_load_changes_no_answer(pool: Server) -> None:
         asking = asyncio.create_task(ask_all(client))
         num_killed = 0
         while not asking.done():
-            await asyncio.wait({asking}, timeout=rng.uniform(3.0, 6.0))
+            await asyncio.wait({asking}, timeout=rng.uniform(1.0, 3.0))
             pids = pool.engine_pids()
             if not asking.done() and len(pids) == 2:
                 os.kill(rng.choice(pids), signal.SIGKILL)
                 num_killed += 1
         assert await asking == undisturbed
-        assert num_killed >= 2
+        assert num_killed
         await until_serving(client, pool, 2)
     pool.wait_until_idle()
     assert len(pool.engine_pids()) == 2
