@@ -66,6 +66,8 @@ class Draft:
 
     def trim(self, num_nodes: int, max_depth: int | None = None) -> Draft:
         """The first `num_nodes` nodes no deeper than `max_depth`: a prefix of a topological order is a tree."""
+        if num_nodes >= len(self) and (max_depth is None or max_depth >= len(self)):
+            return self
         depths = self.depths
         return self.keep(
             [i for i in range(len(self)) if max_depth is None or depths[i] <= max_depth][: max(num_nodes, 0)]

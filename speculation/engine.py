@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 
 import torch
@@ -11,23 +12,39 @@ import torch
 from cache_store.block_pool import BlockPool
 from draft.config import AutoConfig, FirstConfig, NoSpeculation, SpeculationConfig, resolve
 from draft.roster import Roster
-from draft.tree import Draft
 from speculation.controller import DraftLengthController
 from speculation.counters import EngineCounters
 from speculation.drafting import Drafting
-from speculation.messages import Rejected, SequenceOutput, Stats, Submit, TokenLogprob
+from speculation.messages import Rejected, SequenceOutput, Stats, Submit
 from speculation.scheduler import Scheduler, StepPlan
 from speculation.sequence import Sequence
 from speculation.step_batch import SequenceRows, StepBatch, StepBatchBuilder
+from speculation.step_report import SequenceResult, StepReporter, StepResult, token_logprob
 from speculation.verify import Verdict, walk
 from target.batch import ForwardOutput
 from target.layout import slots_of
 from target.runner import Runner
-from target.sampling import RowLogprobs, SampledRows, sample, score
+from target.sampling import PendingRows, SampledRows, score, start_sampling
+from target.transfers import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that the device is working on, or has been."""
+
+    plan: StepPlan
+    batch: StepBatch
+    forward: ForwardOutput
+    choices: PendingRows
+    started: float
 
 
 class Engine:
     """Grows sequences by verified tokens. Knows no sockets and no text; time comes from `clock` (seconds).
+
+    A step is launched, settled and reported, in turn. What it takes to plan the next one is true when it is settled, so
+    where the device works by itself (`overlaps`) a step may be reported when the next has been launched, while nobody
+    would do anything but wait. The tokens are the same either way.
 
     After every step, for every decoding sequence `num_computed_tokens == num_tokens - 1`, and every block is free,
     cached or in use; `check` proves both.
@@ -69,6 +86,12 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._seq_ids = count()
         self._counters = EngineCounters()
+        self._reporter = StepReporter(self._counters, self._drafting)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether `launch` returns while the device computes."""
+        return self._runner.device.type == "cuda"
 
     @property
     def has_work(self) -> bool:
@@ -102,17 +125,25 @@ class Engine:
         return None
 
     def abort(self, request_id: str) -> SequenceOutput | None:
-        """End a sequence now; its blocks are free when this returns. None if it is not here (any more)."""
+        """End a sequence now; its blocks are free when this returns. None if it is not here (any more).
+
+        Between steps: what was launched is settled, and reported.
+        """
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return None
         sequence.finish_reason = "abort"
         self._counters.totals["aborts"] += 1
         self._retire(sequence)
+        self._drafting.finish(sequence)
         return SequenceOutput(request_id=request_id, finish_reason="abort", metrics=sequence.metrics(self._clock()))
 
     def step(self) -> list[SequenceOutput]:
         """Advance every scheduled sequence: guess, verify all guesses in one forward, commit what the target says."""
+        return self.report(self.settle(self.launch()))
+
+    def launch(self) -> LaunchedStep:
+        """Plan a step from what is committed, and give it to the device."""
         started = self._clock()
         ready = self._scheduler.ready_for_draft()
         drafts = self._drafting.propose(ready, self._scheduler.num_rows_behind)
@@ -120,16 +151,25 @@ class Engine:
         self._note_plan(plan, started)
         batch = self._builder.build(plan)
         forward = self._runner.forward(batch.forward)
-        sampled = self._sample(batch, forward)
-        verdicts = [self._verdict(rows, sampled) for rows in batch.rows]
-        self._move_accepted(batch, verdicts)
+        return LaunchedStep(plan, batch, forward, self._start_sampling(batch, forward), started)
+
+    def settle(self, step: LaunchedStep) -> StepResult:
+        """Wait for the target's tokens and commit them: when this returns, the next step can be planned."""
+        sampled = step.choices.wait()
+        verdicts = [self._verdict(rows, sampled) for rows in step.batch.rows]
+        self._move_accepted(step.batch, verdicts)
         now = self._clock()
-        outputs = [
-            self._commit(rows, verdict, sampled, forward, now, now - started)
-            for rows, verdict in zip(batch.rows, verdicts, strict=True)
+        results = [
+            self._commit(rows, verdict, step.forward, now, now - step.started)
+            for rows, verdict in zip(step.batch.rows, verdicts, strict=True)
         ]
-        self._note_step(plan, outputs, self._clock() - started)
-        return [output for output in outputs if output is not None]
+        found = [result for result in results if result is not None]
+        self._note_step(step.plan, sum(len(result.token_ids) for result in found), self._clock() - step.started)
+        return StepResult(found, sampled, now)
+
+    def report(self, result: StepResult) -> list[SequenceOutput]:
+        """What a settled step brought each sequence. Before the next one is settled, and before anything is aborted."""
+        return self._reporter.report(result)
 
     def stats(self) -> Stats:
         """Gauges and totals, at any time between steps."""
@@ -176,11 +216,11 @@ class Engine:
                 sequence.counters.first_scheduled = now
                 sequence.counters.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
 
-    def _sample(self, batch: StepBatch, forward: ForwardOutput) -> SampledRows:
+    def _start_sampling(self, batch: StepBatch, forward: ForwardOutput) -> PendingRows:
         logits = forward.logits
         if len(batch.sampled) != logits.shape[0]:
-            logits = logits[torch.tensor(batch.sampled_logits, dtype=torch.int64, device=logits.device)]
-        return sample(logits, batch.sampled)
+            logits = logits[to_device(batch.sampled_logits, logits.device, torch.int64)]
+        return start_sampling(logits, batch.sampled)
 
     def _verdict(self, rows: SequenceRows, sampled: SampledRows) -> Verdict | None:
         """What the target says after this sequence's last committed token; None if the step did not get that far."""
@@ -205,15 +245,9 @@ class Engine:
         self._runner.kv_pool.move(sources, destinations)
 
     def _commit(
-        self,
-        rows: SequenceRows,
-        verdict: Verdict | None,
-        sampled: SampledRows,
-        forward: ForwardOutput,
-        now: float,
-        step_seconds: float,
-    ) -> SequenceOutput | None:
-        """Append what was verified, keep the pool true to it, and tell the proposer and the client."""
+        self, rows: SequenceRows, verdict: Verdict | None, forward: ForwardOutput, now: float, step_seconds: float
+    ) -> SequenceResult | None:
+        """Append what was verified, keep the pool true to it, and tell the proposer."""
         scheduled, sequence = rows.scheduled, rows.scheduled.sequence
         assert sequence.table is not None
         computed_from = sequence.num_computed_tokens
@@ -225,7 +259,6 @@ class Engine:
         if verdict is not None:
             token_ids = self._truncate(sequence, verdict)
             path = verdict.path[: len(token_ids)]
-            self._note_draft(sequence, scheduled.draft, path)
             sequence.counters.saved_seconds += self._drafting.saved_seconds(sequence, len(token_ids), step_seconds)
             sequence.append(token_ids)
             sequence.num_computed_tokens += max(len(token_ids) - 1, 0)
@@ -233,14 +266,12 @@ class Engine:
         self.pool.commit(sequence.table, sequence.token_ids, sequence.num_computed_tokens)
         features = self._features(rows, path[: max(len(token_ids) - 1, 0)], forward)
         self._drafting.commit(sequence, token_ids, features, computed_from)
-        output = self._output(rows, path, token_ids, sampled, now) if verdict is not None else None
         if sequence.is_finished:
             self._retire(sequence)
-        return output
+        return None if verdict is None else SequenceResult(rows, path, token_ids)
 
-    def _note_step(self, plan: StepPlan, outputs: list[SequenceOutput | None], seconds: float) -> None:
+    def _note_step(self, plan: StepPlan, num_tokens: int, seconds: float) -> None:
         self._counters.note_step(seconds)
-        num_tokens = sum(len(output.token_ids) for output in outputs if output is not None)
         num_rows = sum(scheduled.num_chain + len(scheduled.draft) for scheduled in plan.scheduled)
         is_pure = bool(plan.scheduled) and all(s.num_chain == 1 and s.completes for s in plan.scheduled)
         if is_pure:
@@ -265,9 +296,9 @@ class Engine:
         done = len(sequence.prompt_logprobs)
         following = sequence.token_ids[done + 1 : done + 1 + rows.num_prompt_logits]
         logits = forward.logits[rows.first_logit : rows.first_logit + rows.num_prompt_logits]
-        token_ids = torch.tensor(following, device=logits.device)
+        token_ids = to_device(following, logits.device)
         scored = score(logits, token_ids, sequence.request.prompt_logprobs or 0)
-        sequence.prompt_logprobs += [_token_logprob(row) for row in scored]
+        sequence.prompt_logprobs += [token_logprob(row) for row in scored]
 
     def _truncate(self, sequence: Sequence, verdict: Verdict) -> list[int]:
         """The verified tokens up to the first that ends the sequence, or to its limit; the one place where it ends."""
@@ -282,12 +313,6 @@ class Engine:
             sequence.finish_reason = "length"
         return token_ids
 
-    def _note_draft(self, sequence: Sequence, draft: Draft, path: tuple[int, ...]) -> None:
-        sequence.counters.num_steps += 1
-        sequence.note_draft(draft, len(path))
-        self._counters.note_draft(draft, path)
-        self._drafting.observe(sequence, draft, path)
-
     @staticmethod
     def _features(rows: SequenceRows, accepted: tuple[int, ...], forward: ForwardOutput) -> torch.Tensor | None:
         """Those of the tokens that are committed and were computed in this step: the chain, then accepted nodes."""
@@ -295,42 +320,14 @@ class Engine:
             return None
         chain_end = rows.first_row + rows.scheduled.num_chain
         index = [*range(rows.first_row, chain_end), *(chain_end + node for node in accepted)]
-        return forward.features[torch.tensor(index, device=forward.features.device)]
-
-    def _output(
-        self, rows: SequenceRows, path: tuple[int, ...], token_ids: list[int], sampled: SampledRows, now: float
-    ) -> SequenceOutput:
-        sequence, draft = rows.scheduled.sequence, rows.scheduled.draft
-        logprobs = None
-        if sequence.sampling.logprobs is not None:
-            # Token j of the step was chosen at the root (j = 0) or at the node accepted before it.
-            nodes = [0, *(1 + node for node in path)][: len(token_ids)]
-            chosen = [sampled.logprobs[rows.first_sampled + node] for node in nodes]
-            logprobs = [_token_logprob(row) for row in chosen if row is not None]
-        first_output = sequence.num_output_tokens == len(token_ids) + len(sequence.request.output_token_ids)
-        self._counters.totals["output_tokens"] += len(token_ids)
-        return SequenceOutput(
-            request_id=sequence.request.request_id,
-            token_ids=token_ids,
-            sources=[draft.source if j < len(path) else "target" for j in range(len(token_ids))],
-            logprobs=logprobs,
-            prompt_logprobs=sequence.prompt_logprobs if first_output else None,
-            finish_reason=sequence.finish_reason,
-            stop_token_id=sequence.stop_token_id,
-            metrics=sequence.metrics(now) if sequence.is_finished else None,
-        )
+        return forward.features[to_device(index, forward.features.device)]
 
     def _retire(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended."""
+        """Forget a sequence that has ended; its blocks are free when this returns."""
         self._scheduler.remove(sequence)
         del self._sequences[sequence.request.request_id]
-        self._drafting.finish(sequence)
         self._counters.saved_seconds += sequence.counters.saved_seconds
 
 
 def _rejected(request: Submit, code: str, message: str, param: str | None = None) -> Rejected:
     return Rejected(request_id=request.request_id, code=code, message=message, param=param)
-
-
-def _token_logprob(row: RowLogprobs) -> TokenLogprob:
-    return TokenLogprob(row.logprob, row.rank, row.top_token_ids, row.top_logprobs)

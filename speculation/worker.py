@@ -1,6 +1,7 @@
 """The engine process: `python -m speculation.worker --socket PATH --settings JSON`.
 
 It connects to the front's Unix socket, loads, says `Ready`, and then alternates between taking commands and stepping.
+Where the device works by itself, what a step brought is told while the next one runs.
 A second thread only reads the socket, and a third only says that the process is alive; everything else happens in this
 one, so the engine needs no lock.
 """
@@ -43,6 +44,7 @@ from speculation.messages import (
     Submit,
 )
 from speculation.settings import EngineSettings
+from speculation.step_report import StepResult
 
 STATS_SECONDS = 0.25
 """At most so often the front is told gauges, totals and which blocks came and went."""
@@ -61,6 +63,8 @@ class Worker:
         self._check_invariants = check_invariants
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._draining = False
+        self._untold: StepResult | None = None
+        """What the newest step brought, while nobody has been told."""
         self._stats_at = 0.0
         self._log = structlog.get_logger("engine")
 
@@ -70,12 +74,19 @@ class Worker:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         while self._take_commands():
             if self._engine.has_work:
-                self._send_outputs(self._engine.step())
+                self._step()
                 if self._check_invariants:
                     self._engine.check()
             elif self._draining:
                 break
-            self._send_stats()
+
+    def _step(self) -> None:
+        """One step; the one before it, if it is still untold, is told as soon as the device has something to do."""
+        step = self._engine.launch()
+        self._tell()
+        self._untold = self._engine.settle(step)
+        if not (self._engine.overlaps and self._engine.has_work):
+            self._tell()
 
     def _read(self) -> None:
         """Thread: commands from the socket into the queue; None when there will be no more."""
@@ -121,6 +132,7 @@ class Worker:
                 if refusal is not None:
                     self._send(refusal)
             case Abort(request_id):
+                self._tell()
                 output = self._engine.abort(request_id)
                 if output is not None:
                     self._send_outputs([output])
@@ -134,6 +146,12 @@ class Worker:
         if self._draining:
             return Rejected(request_id=request.request_id, code="draining", message="the engine is being shut down")
         return self._engine.submit(request)
+
+    def _tell(self) -> None:
+        if self._untold is not None:
+            result, self._untold = self._untold, None
+            self._send_outputs(self._engine.report(result))
+            self._send_stats()
 
     def _send_outputs(self, outputs: list[SequenceOutput]) -> None:
         if outputs:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from target.transfers import to_device
+
 
 class KVPool:
     """Keys and values of `num_blocks` blocks of `block_size` tokens for every layer.
@@ -44,6 +46,6 @@ class KVPool:
         if not sources:
             return
         device = self.entries.device
-        source = torch.tensor(sources, device=device)
-        destination = torch.tensor(destinations, device=device)
+        source = to_device(sources, device)
+        destination = to_device(destinations, device)
         self.entries[:, :, destination] = self.entries[:, :, source]

@@ -21,6 +21,7 @@ import torch
 from target.embedded import default_cache_dir
 from target.noise import gumbel, noise_keys
 from target.sampling_params import SamplingParams
+from target.transfers import ToHost, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +83,37 @@ class RowLogprobs:
     top_logprobs: list[float]
 
 
-@torch.inference_mode()
-def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledRows:
-    """Choose the next token of each row. `logits` [R, V], of a floating dtype, is left as it is.
+class PendingRows:
+    """Choices that a device is making: a copy of them to the host is on its way, and nothing waits for it yet."""
 
-    One copy from device to host carries everything back.
-    """
+    def __init__(self, chosen: torch.Tensor, scored: torch.Tensor | None, rows: Sequence[SamplingRow]) -> None:
+        """`chosen`: [R] token ids; `scored`: what `_scored` says of the rows that ask for logprobs."""
+        self._rows = rows
+        # Whole numbers below 2^53 are float64 numbers too, so that one copy carries everything.
+        self._numbers = ToHost(chosen if scored is None else torch.cat((chosen.double(), scored.flatten())))
+
+    def wait(self) -> SampledRows:
+        """The choices. Everything that was launched before them is done when this returns."""
+        numbers = self._numbers.wait().tolist()
+        count = len(self._rows)
+        asked = _asked(self._rows)
+        logprobs: list[RowLogprobs | None] = [None] * count
+        width = (len(numbers) - count) // max(len(asked), 1)
+        for i, start in zip(asked, range(count, len(numbers), max(width, 1)), strict=True):
+            logprobs[i] = _row_logprobs(numbers[start : start + width], self._rows[i].params.logprobs or 0)
+        return SampledRows([int(token_id) for token_id in numbers[:count]], logprobs)
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledRows:
+    """Choose the next token of each row. `logits` [R, V], of a floating dtype, is left as it is."""
+    return start_sampling(logits, rows).wait()
+
+
+@torch.inference_mode()
+def start_sampling(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> PendingRows:
+    """As `sample`, but without waiting: one copy from device to host will carry everything back."""
     if not rows:
-        return SampledRows([], [])
+        return PendingRows(torch.empty(0, dtype=torch.int64, device=logits.device), None, rows)
     adjusted = _adjust(logits, rows)
     is_plain = adjusted.device.type == "cpu" and adjusted.dtype == torch.float32 and adjusted.stride(1) == 1
     kernel = _native_kernel() if is_plain else None
@@ -97,17 +121,17 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledRows:
         chosen = _choose_on_device(adjusted, rows)
     else:
         chosen = choose(adjusted, rows) if kernel is None else _choose_natively(kernel, adjusted, rows)
-    asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    asked = _asked(rows)
     if not asked:
-        return SampledRows(chosen.tolist(), [None] * len(rows))
-    index = torch.tensor(asked, device=logits.device)
+        return PendingRows(chosen, None, rows)
+    index = to_device(asked, logits.device)
     num_top = max(rows[i].params.logprobs or 0 for i in asked)
-    reported = iter(score(logits[index], chosen[index], num_top))
-    logprobs: list[RowLogprobs | None] = [None] * len(rows)
-    for i, row in zip(asked, reported, strict=True):
-        count = rows[i].params.logprobs or 0
-        logprobs[i] = RowLogprobs(row.logprob, row.rank, row.top_token_ids[:count], row.top_logprobs[:count])
-    return SampledRows(chosen.tolist(), logprobs)
+    return PendingRows(chosen, _scored(logits[index], chosen[index], num_top), rows)
+
+
+def _asked(rows: Sequence[SamplingRow]) -> list[int]:
+    """Which rows ask for logprobs."""
+    return [i for i, row in enumerate(rows) if row.params.logprobs is not None]
 
 
 def choose(adjusted: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -118,7 +142,7 @@ def choose(adjusted: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     chosen = adjusted.argmax(dim=-1)
     sampled = [i for i, row in enumerate(rows) if not row.params.is_greedy]
     if sampled:
-        index = torch.tensor(sampled, device=adjusted.device)
+        index = to_device(sampled, adjusted.device)
         chosen[index] = _sample_tempered(adjusted[index], [rows[i] for i in sampled])
     return chosen
 
@@ -163,15 +187,23 @@ def _choose_natively(kernel: Callable[..., None], adjusted: torch.Tensor, rows: 
 @torch.inference_mode()
 def score(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> list[RowLogprobs]:
     """The logprob and rank of `token_ids` [R] under `logits` [R, V], with the `num_top` most likely tokens."""
+    return [_row_logprobs(row, num_top) for row in _scored(logits, token_ids, num_top).tolist()]
+
+
+def _scored(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> torch.Tensor:
+    """[R, 2 + 2 * num_top] float64: logprob, rank, the most likely tokens and their logprobs."""
     logprobs = logits.float().log_softmax(dim=-1)
     own = logprobs.gather(1, token_ids[:, None])
     ranks = (logprobs > own).sum(dim=-1) + 1
     top_logprobs, top_ids = logprobs.topk(num_top, dim=-1)
-    columns = torch.cat([own.double(), ranks[:, None].double(), top_ids.double(), top_logprobs.double()], dim=1)
-    return [
-        RowLogprobs(row[0], int(row[1]), [int(x) for x in row[2 : 2 + num_top]], row[2 + num_top :])
-        for row in columns.tolist()
-    ]
+    return torch.cat([own.double(), ranks[:, None].double(), top_ids.double(), top_logprobs.double()], dim=1)
+
+
+def _row_logprobs(row: Sequence[float], count: int) -> RowLogprobs:
+    """From a row of `_scored`, whose first `count` alternatives are wanted."""
+    num_top = (len(row) - 2) // 2
+    ids, logprobs = row[2 : 2 + count], row[2 + num_top : 2 + num_top + count]
+    return RowLogprobs(row[0], int(row[1]), [int(token_id) for token_id in ids], list(logprobs))
 
 
 @torch.inference_mode()
@@ -192,7 +224,7 @@ def preferences(
     preferred = logits.double()
     sampled = [i for i, row in enumerate(rows) if not row.params.is_greedy]
     if sampled:
-        index = torch.tensor(sampled, device=logits.device)
+        index = to_device(sampled, logits.device)
         preferred[index] = _noisy(logits[index], [rows[i] for i in sampled], token_ids)
     return preferred
 
@@ -215,10 +247,8 @@ def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     if not any(len(ids) for ids, *_ in edits):
         return logits
     counts = [len(ids) for ids, *_ in edits]
-    row_index = torch.from_numpy(np.repeat(np.arange(len(rows)), counts)).to(logits.device)
-    ids, add, divide = (
-        torch.from_numpy(np.concatenate([edit[part] for edit in edits])).to(logits.device) for part in range(3)
-    )
+    row_index = to_device(np.repeat(np.arange(len(rows)), counts), logits.device)
+    ids, add, divide = (to_device(np.concatenate([edit[part] for edit in edits]), logits.device) for part in range(3))
     adjusted = logits.clone()
     values = adjusted[row_index, ids].double()
     values = torch.where(values > 0, values / divide, values * divide) + add
@@ -274,10 +304,10 @@ def _tempered(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.
     """
     params = [row.params for row in rows]
     keys = noise_keys(np.array([p.seed for p in params], np.uint64), np.array([row.position for row in rows], np.int64))
-    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=logits.device)[:, None]
+    temperature = to_device([p.temperature for p in params], logits.device, torch.float32)[:, None]
     tempered = logits.float() / temperature
     tempered -= tempered.amax(dim=-1, keepdim=True)
-    return tempered, torch.from_numpy(keys).to(logits.device)[:, None]
+    return tempered, to_device(keys, logits.device)[:, None]
 
 
 def _is_unfiltered(params: Sequence[SamplingParams]) -> bool:
@@ -290,11 +320,11 @@ def _candidates(tempered: torch.Tensor, params: Sequence[SamplingParams]) -> tup
     What does not survive has logit -inf.
     """
     device, vocab_size = tempered.device, tempered.shape[1]
-    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)[:, None]
-    top_k = torch.tensor([p.top_k or vocab_size for p in params], device=device)[:, None]
-    whole = torch.tensor([p.top_k == 0 and p.min_p == 0.0 for p in params], device=device)[:, None]
+    top_p = to_device([p.top_p for p in params], device, torch.float64)[:, None]
+    top_k = to_device([p.top_k or vocab_size for p in params], device)[:, None]
+    whole = to_device([p.top_k == 0 and p.min_p == 0.0 for p in params], device)[:, None]
     floors = [floor_of(p, vocab_size) for p in params]
-    floor = torch.tensor(floors, dtype=torch.float32, device=device)[:, None]
+    floor = to_device(floors, device, torch.float32)[:, None]
     width = vocab_size
     if device.type == "cpu":  # elsewhere the number of survivors would have to be waited for
         survivors = (tempered >= floor).sum(dim=-1)

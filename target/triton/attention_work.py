@@ -13,8 +13,9 @@ from target.batch import MAX_TREE_SIZE, ForwardBatch, IntArray
 HEADER = 6
 """Number of items; where items, rows and block tables begin; width of a table; where the rows' slots begin."""
 ITEM_FIELDS = 8
-"""First row, number of rows, first split, end split, sequence, first logical index that lies on the row's path in the
-draft tree, where its path's slots begin, nothing."""
+FIRST_ROW, NUM_ROWS, FIRST_SPLIT, END_SPLIT, SEQUENCE, PATH_FROM, PATH_AT = range(7)
+"""An item's fields: its rows, its splits, its sequence, the first logical index that lies on the row's path in the
+draft tree, and where its path's slots begin. The eighth is nothing."""
 ROW_FIELDS = 4
 """First key, one behind the last key, first piece, number of pieces: 0 for padding, `WHOLE` where an item finishes."""
 WHOLE = -1
@@ -32,33 +33,6 @@ class WorkShape:
     max_pieces: int
 
 
-@dataclass(slots=True)
-class _Tiles:
-    """Runs of neighbouring rows of one sequence, and the splits they go through."""
-
-    first_row: IntArray
-    num_rows: IntArray
-    first_split: IntArray
-    end_split: IntArray
-    sequence: IntArray
-    is_path: npt.NDArray[np.bool_]
-
-    @classmethod
-    def joined(cls, parts: list[_Tiles]) -> _Tiles:
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in cls.__slots__))
-
-    def taken(self, index: npt.NDArray[np.bool_] | IntArray) -> _Tiles:
-        return _Tiles(*(getattr(self, name)[index] for name in self.__slots__))
-
-    def one_split_each(self) -> _Tiles:
-        """Every tile once for each of its splits."""
-        counts = self.end_split - self.first_split
-        each = self.taken(np.repeat(np.arange(len(counts)), counts))
-        each.first_split = ranges(self.first_split, counts)
-        each.end_split = each.first_split + 1
-        return each
-
-
 def plan_work(
     batch: ForwardBatch, num_rows: int, *, front: IntArray, window: int | None, shape: WorkShape
 ) -> npt.NDArray[np.int32]:
@@ -70,25 +44,24 @@ def plan_work(
     """
     spans = RowSpans(batch, shape.split, window)
     lengths = np.diff(batch.row_starts)
-    in_order = np.add.reduceat(spans.in_slot_order.astype(np.int64), batch.row_starts[:-1])
     num_splits = spans.end_block - spans.first_block
     needed = np.add.reduceat(num_splits, batch.row_starts[:-1])
     wants_pieces = lengths < MANY_ROWS
-    whole = ~(wants_pieces & (np.cumsum(np.where(wants_pieces, needed, 0)) <= shape.max_pieces))
-    tiles = _tiles(batch, spans, in_order, whole, shape.tile_rows)
-    is_whole = whole[tiles.sequence]
-    items = _Tiles.joined([tiles.taken(is_whole), tiles.taken(~is_whole).one_split_each()])
+    whole = ~(wants_pieces & (np.cumsum(needed * wants_pieces) <= shape.max_pieces))
+    paths, path_of = _paths(batch, spans.in_slot_order)
+    tiles = _tiles(batch, spans, path_of, whole, shape.tile_rows)
+    is_whole = whole[tiles[:, SEQUENCE]]
+    items = np.concatenate([tiles[is_whole], _one_split_each(tiles[~is_whole])])
 
     row_is_whole = np.repeat(whole, lengths)
     pieces = np.where(row_is_whole, 0, num_splits)
     rows = np.zeros((num_rows, ROW_FIELDS), np.int64)
-    rows[: len(pieces)] = np.stack(
-        (spans.first_key, spans.visible, np.cumsum(pieces) - pieces, np.where(row_is_whole, WHOLE, pieces)), axis=1
-    )
-    paths, path_of = _paths(batch, spans.in_slot_order)
+    filled = rows[: len(pieces)].T
+    filled[0], filled[1], filled[2] = spans.first_key, spans.visible, np.cumsum(pieces) - pieces
+    filled[3] = np.where(row_is_whole, WHOLE, pieces)
     slots = np.zeros(num_rows, np.int64)
     slots[: len(batch.slot_mapping)] = batch.slot_mapping
-    return _packed(front, batch, items, rows, paths, path_of, slots)
+    return _packed(front, batch.block_tables, items, rows, paths, slots)
 
 
 def ranges(starts: IntArray, counts: IntArray) -> IntArray:
@@ -98,46 +71,65 @@ def ranges(starts: IntArray, counts: IntArray) -> IntArray:
     return places
 
 
-def _tiles(batch: ForwardBatch, spans: RowSpans, in_order: IntArray, whole: npt.NDArray[np.bool_], size: int) -> _Tiles:
-    starts, ends = batch.row_starts[:-1], batch.row_starts[1:]
-    sequences = np.arange(len(starts))
-    shared = _cut(spans, starts, in_order, sequences, size)
-    branching = ends - starts - in_order
-    if not branching.any():
-        return shared
+def _tiles(
+    batch: ForwardBatch, spans: RowSpans, path_of: IntArray, whole: npt.NDArray[np.bool_], size: int
+) -> IntArray:
+    """[tiles, ITEM_FIELDS] runs of neighbouring rows of one sequence, and the splits they go through.
+
+    `PATH_AT` is the row's place among the paths.
+    """
+    starts, lengths = batch.row_starts[:-1], np.diff(batch.row_starts)
+    if spans.in_slot_order.all():
+        return _cut(spans, starts, lengths, size)
+    in_order = np.add.reduceat(spans.in_slot_order.astype(np.int64), starts)
+    branching = lengths - in_order
+    base = batch.num_computed + batch.chain_lens
     # Before the tree all rows of a sequence see the same keys in the same order.
-    tree_split = (batch.num_computed + batch.chain_lens) // spans.block
-    before = _cut(spans, starts + in_order, np.where(whole, 0, branching), sequences, size)
-    before.end_split = np.minimum(before.end_split, tree_split[before.sequence])
-    alone = _cut(spans, starts + in_order, branching, sequences, 1)
-    since = np.where(whole, 0, tree_split)[alone.sequence]
-    alone.first_split = np.maximum(alone.first_split, since)
-    alone.is_path[:] = True
-    return _Tiles.joined([shared, before.taken(before.first_split < before.end_split), alone])
+    tree_split = base // spans.block
+    before = _cut(spans, starts + in_order, np.where(whole, 0, branching), size)
+    before[:, END_SPLIT] = np.minimum(before[:, END_SPLIT], tree_split[before[:, SEQUENCE]])
+    alone = _cut(spans, starts + in_order, branching, 1)
+    sequence = alone[:, SEQUENCE]
+    alone[:, FIRST_SPLIT] = np.maximum(alone[:, FIRST_SPLIT], np.where(whole, 0, tree_split)[sequence])
+    alone[:, PATH_FROM] = base[sequence]
+    alone[:, PATH_AT] = path_of[alone[:, FIRST_ROW]]
+    shared = _cut(spans, starts, in_order, size)
+    return np.concatenate([shared, before[before[:, FIRST_SPLIT] < before[:, END_SPLIT]], alone])
 
 
-def _cut(spans: RowSpans, starts: IntArray, counts: IntArray, sequences: IntArray, size: int) -> _Tiles:
-    """Rows [start, start + count) of each sequence in tiles of `size`."""
+def _cut(spans: RowSpans, starts: IntArray, counts: IntArray, size: int) -> IntArray:
+    """Rows [start, start + count) of each sequence in tiles of `size`, none of them on a path."""
     per_sequence = -(-counts // size)
-    sequence = np.repeat(sequences, per_sequence)
-    within = ranges(np.zeros_like(counts), per_sequence)
-    first_row = starts[sequence] + within * size
-    num_rows = np.minimum(counts[sequence] - within * size, size)
-    row = ranges(first_row, num_rows)
-    edges = np.cumsum(num_rows) - num_rows
-    empty = np.empty(0, np.int64)
-    first = np.minimum.reduceat(spans.first_block[row], edges) if len(row) else empty
-    end = np.maximum.reduceat(spans.end_block[row], edges) if len(row) else empty
-    return _Tiles(first_row, num_rows, first, end, sequence, np.zeros(len(sequence), np.bool_))
+    sequence = np.repeat(np.arange(len(starts)), per_sequence)
+    tiles = np.zeros((len(sequence), ITEM_FIELDS), np.int64)
+    if len(tiles):
+        within = ranges(np.zeros_like(counts), per_sequence) * size
+        fields = tiles.T
+        fields[FIRST_ROW] = starts[sequence] + within
+        fields[NUM_ROWS] = num_rows = np.minimum(counts[sequence] - within, size)
+        fields[SEQUENCE], fields[PATH_FROM] = sequence, NO_PATH
+        row, edges = ranges(fields[FIRST_ROW], num_rows), np.cumsum(num_rows) - num_rows
+        fields[FIRST_SPLIT] = np.minimum.reduceat(spans.first_block[row], edges)
+        fields[END_SPLIT] = np.maximum.reduceat(spans.end_block[row], edges)
+    return tiles
+
+
+def _one_split_each(tiles: IntArray) -> IntArray:
+    """Every tile once for each of its splits."""
+    counts = tiles[:, END_SPLIT] - tiles[:, FIRST_SPLIT]
+    each = np.repeat(tiles, counts, axis=0)
+    each[:, FIRST_SPLIT] = ranges(tiles[:, FIRST_SPLIT], counts)
+    each[:, END_SPLIT] = each[:, FIRST_SPLIT] + 1
+    return each
 
 
 def _paths(batch: ForwardBatch, in_slot_order: npt.NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
     """[B, MAX_TREE_SIZE] for rows behind a branch the slots of their path by depth; [T] each row's place among them."""
     branching = np.flatnonzero(~in_slot_order)
     path_of = np.zeros(len(in_slot_order), np.int64)
-    path_of[branching] = np.arange(len(branching))
     if not len(branching):
         return np.empty((0, MAX_TREE_SIZE), np.int64), path_of
+    path_of[branching] = np.arange(len(branching))
     seen = batch.tree_masks[branching, None] >> np.arange(MAX_TREE_SIZE) & 1
     nodes = np.argsort(1 - seen, axis=1, kind="stable")
     sequence = np.searchsorted(batch.row_starts, branching, side="right") - 1
@@ -147,27 +139,14 @@ def _paths(batch: ForwardBatch, in_slot_order: npt.NDArray[np.bool_]) -> tuple[I
 
 
 def _packed(
-    front: IntArray,
-    batch: ForwardBatch,
-    items: _Tiles,
-    rows: IntArray,
-    paths: IntArray,
-    path_of: IntArray,
-    slots: IntArray,
+    front: IntArray, tables: IntArray, items: IntArray, rows: IntArray, paths: IntArray, slots: IntArray
 ) -> npt.NDArray[np.int32]:
     """Everything end to end, behind a header that says where each part begins."""
-    num_items, tables = len(items.first_row), batch.block_tables
-    sizes = np.array([HEADER + len(front), num_items * ITEM_FIELDS, rows.size, tables.size, slots.size, paths.size])
-    _, items_at, rows_at, tables_at, slots_at, paths_at = (np.cumsum(sizes) - sizes).tolist()
-    base = (batch.num_computed + batch.chain_lens)[items.sequence]
-    fields = np.zeros((num_items, ITEM_FIELDS), np.int64)
-    fields[:, 0] = items.first_row
-    fields[:, 1] = items.num_rows
-    fields[:, 2] = items.first_split
-    fields[:, 3] = items.end_split
-    fields[:, 4] = items.sequence
-    fields[:, 5] = np.where(items.is_path, base, NO_PATH)
-    fields[:, 6] = paths_at + path_of[items.first_row] * MAX_TREE_SIZE
-    header = np.array([num_items, items_at, rows_at, tables_at, tables.shape[1], slots_at])
-    parts = (header, front, fields, rows, tables, slots, paths)
-    return np.concatenate([part.ravel() for part in parts], dtype=np.int32, casting="same_kind")
+    items_at = HEADER + len(front)
+    rows_at = items_at + items.size
+    tables_at = rows_at + rows.size
+    slots_at = tables_at + tables.size
+    items[:, PATH_AT] = items[:, PATH_AT] * MAX_TREE_SIZE + slots_at + slots.size
+    header = np.array([len(items), items_at, rows_at, tables_at, tables.shape[1], slots_at])
+    parts = (header, front, items.ravel(), rows.ravel(), tables.ravel(), slots, paths.ravel())
+    return np.concatenate(parts, dtype=np.int32, casting="same_kind")

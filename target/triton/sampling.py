@@ -10,6 +10,7 @@ import triton
 
 from target.noise import noise_keys
 from target.sampling_params import SamplingParams
+from target.transfers import to_device
 from target.triton.sampling_kernels import choose_kernel, maxima_kernel
 
 PART = 2048
@@ -27,12 +28,12 @@ def choose_unfiltered(
     num_parts = triton.cdiv(vocab_size, PART)
     device = adjusted.device
     seeds = np.array([p.seed for p in params], np.uint64)
-    keys = torch.from_numpy(noise_keys(seeds, np.array(positions, np.int64)))
+    keys = to_device(noise_keys(seeds, np.array(positions, np.int64)), device)
     floats = [
         [0.0 if p.is_greedy else p.temperature for p in params],
         [-np.inf if p.is_greedy or p.min_p == 0.0 else np.log(p.min_p) for p in params],
     ]
-    temperatures, floors = torch.tensor(floats, dtype=torch.float32).to(device, non_blocking=True)
+    temperatures, floors = to_device(np.array(floats, np.float32), device)
     maxima = torch.empty((num_rows, num_parts), dtype=torch.float32, device=device)
     scores = torch.empty((num_rows, num_parts), dtype=torch.float64, device=device)
     token_ids = torch.empty((num_rows, num_parts), dtype=torch.int64, device=device)
@@ -44,7 +45,7 @@ def choose_unfiltered(
         logits.stride(0),
         temperatures,
         floors,
-        keys.to(device, non_blocking=True),
+        keys,
         maxima,
         scores,
         token_ids,
