@@ -53,13 +53,14 @@ def load_eagle3(
     device: torch.device,
     shift_layers: int = 0,
     is_native: bool = False,
+    uses_triton: bool = False,
     cache_dir: Path | None = None,
 ) -> PairHead:
     """The head in `folder` for the target of `tables`.
 
     `is_native` asks for the native head, which keeps 8-bit weights and its machine code in `cache_dir`, where this
-    processor and this head allow it. `shift_layers` is added to the layers it says it reads: checkpoints differ in
-    whether they count the embedding.
+    processor and this head allow it; `uses_triton`, on CUDA, for Triton's kernels and captured steps. `shift_layers` is
+    added to the layers it says it reads: checkpoints differ in whether they count the embedding.
     Raises `CheckpointError`, naming the field or tensor, for what is missing or does not fit the target.
     """
     config = read_eagle3_config(folder, tables.config, shift_layers=shift_layers)
@@ -78,6 +79,13 @@ def load_eagle3(
                 progress=logger.info,
             )
         logger.info("%s: computed in plain torch: %s", folder, obstacle)
+    if uses_triton:
+        # Triton comes with builds of torch for CUDA, and nobody else waits for it.
+        from draft.eagle3_graphed import GraphedEagle3Head
+        from target.triton.attention import DTYPES
+
+        if dtype in DTYPES:
+            return GraphedEagle3Head(config, weights, num_blocks=num_blocks, block_size=block_size)
     return Eagle3Head(config, weights, num_blocks=num_blocks, block_size=block_size)
 
 

@@ -13,14 +13,15 @@ from typing import Literal, Protocol
 import torch
 from torch.nn import functional
 
-from target.attention import HeadLayout, TorchAttention
+from target.attention import AttentionBackend, HeadLayout, TorchAttention
 from target.batch import ForwardBatch
 from target.config import ModelConfig
 from target.kv_pool import KVPool
 from target.linear import can_pack, packed_linear, plain_linear
-from target.rope import RotaryTable
+from target.rope import RotaryTable, Rotation
 from target.row_stability import Tiles
 from target.runner import MovableKV
+from target.transfers import to_device
 
 FeatureNorm = Literal["none", "each", "all"]
 
@@ -101,91 +102,103 @@ class PairHead(Protocol):
         """
 
 
-class Eagle3Head:
-    """A `PairHead` in plain torch. Everything it knows of a sequence is in its KV pool of one layer."""
+class Eagle3Layer:
+    """What a head computes, as functions of tensors on its device; where keys and values lie is `attention`'s."""
 
-    def __init__(self, config: Eagle3Architecture, weights: Eagle3Weights, *, num_blocks: int, block_size: int) -> None:
+    def __init__(self, config: Eagle3Architecture, weights: Eagle3Weights, attention: AttentionBackend) -> None:
         """`weights` on the device and in the dtype to compute in; the embedding may be anywhere, in any dtype."""
         layer = config.layer
-        self.config = config
-        self.device, self._dtype = weights.fc.device, weights.fc.dtype
-        self.target_ids = weights.target_ids
-        self.kv_pool = KVPool(
-            num_layers=1,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_kv_heads=layer.num_kv_heads,
-            head_size=layer.head_size,
-            dtype=self._dtype,
-            device=self.device,
-        )
-        heads = HeadLayout(layer.num_heads, layer.num_kv_heads, layer.head_size)
-        # Nothing depends on a draft's last bits, so any tile will do.
-        self._attention = TorchAttention(self.kv_pool, heads, window=None, tiles=Tiles((1, 8), 1, stable=False))
-        self._rotary = RotaryTable(layer, layer.max_model_len, self._dtype, self.device)
-        make = packed_linear if can_pack(self._dtype, self.device) else plain_linear
+        self._config, self._weights, self._attention = config, weights, attention
+        self._device, self._dtype = weights.fc.device, weights.fc.dtype
+        self._rotary = RotaryTable(layer, layer.max_model_len, self._dtype, self._device)
+        q_norm, k_norm = weights.q_norm, weights.k_norm
+        self._head_norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
+        make = packed_linear if can_pack(self._dtype, self._device) else plain_linear
         matrices = (weights.fc, weights.qkv, weights.output, weights.gate_up, weights.down, weights.lm_head)
         self._fc, self._qkv, self._output, self._gate_up, self._down, self._lm_head = (
             make(matrix, None) for matrix in matrices
         )
-        self._weights = weights
 
-    @torch.inference_mode()
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
         """See `PairHead.fuse`."""
-        states = states.to(self.device, self._dtype)
-        if self.config.feature_norm == "all":
+        states = states.to(self._device, self._dtype)
+        if self._config.feature_norm == "all":
             states = self._normed(states, self._weights.feature_norm)
-        elif self.config.feature_norm == "each":
-            size = self.config.layer.hidden_size
+        elif self._config.feature_norm == "each":
+            size = self._config.layer.hidden_size
             parts = functional.rms_norm(states.view(len(states), -1, size), (size,), None, self._eps)
             assert self._weights.feature_norm is not None
             states = parts.flatten(1) * self._weights.feature_norm
         return self._fc(states)
 
-    @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `PairHead.forward`."""
+    def pairs(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, wanted: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [R, C] and outputs [R, E] of the rows `wanted` [R].
+
+        Of each pair its token and position, [T], and its feature or a former output, `hidden` [T, E].
+        """
         weights = self._weights
-        wanted = torch.from_numpy(batch.logit_rows).to(self.device)
         features = self._normed(hidden, weights.hidden_norm)
-        pair = torch.cat((self._normed(self._embedded(batch), weights.input_norm), features), dim=-1)
-        self._attention.begin(batch, len(pair))
-        attended = self._attention.attend(0, self._rotated(self._qkv(pair), batch)).index_select(0, wanted)
+        embedded = weights.embed.index_select(0, token_ids.to(weights.embed.device)).to(self._device, self._dtype)
+        pair = torch.cat((self._normed(embedded, weights.input_norm), features), dim=-1)
+        cos, sin = (table.index_select(0, positions) for table in (self._rotary.cos, self._rotary.sin))
+        qkv = self._qkv(pair).view(len(pair), -1, self._config.layer.head_size)
+        attended = self._attention.attend(0, qkv, Rotation(cos, sin, self._head_norms, self._eps))
+        attended = attended.index_select(0, wanted)
         if not len(wanted):
-            return attended.new_empty(0, len(self.target_ids)), attended.new_empty(0, hidden.shape[1])
-        x = (features if self.config.norm_before_residual else hidden).index_select(0, wanted) + self._output(attended)
+            return attended.new_empty(0, len(weights.target_ids)), attended.new_empty(0, hidden.shape[1])
+        x = (features if self._config.norm_before_residual else hidden).index_select(0, wanted) + self._output(attended)
         gate, up = self._gate_up(self._normed(x, weights.post_norm)).chunk(2, dim=-1)
         x = x + self._down(functional.silu(gate) * up)
         normed = self._normed(x, weights.norm)
-        return self._lm_head(normed), normed if self.config.norm_output else x
-
-    def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
-        """[T, E]"""
-        table = self._weights.embed
-        token_ids = torch.from_numpy(batch.token_ids).to(table.device)
-        return table.index_select(0, token_ids).to(self.device, self._dtype)
-
-    def _rotated(self, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        layer = self.config.layer
-        positions = torch.from_numpy(batch.positions).to(self.device)
-        cos, sin = self._rotary.cos[positions, None], self._rotary.sin[positions, None]
-        qkv = qkv.view(len(qkv), -1, layer.head_size)
-        keys_end = layer.num_heads + layer.num_kv_heads
-        if layer.qk_norm:
-            size = (layer.head_size,)
-            queries, keys = qkv[:, : layer.num_heads], qkv[:, layer.num_heads : keys_end]
-            queries.copy_(functional.rms_norm(queries, size, self._weights.q_norm, self._eps))
-            keys.copy_(functional.rms_norm(keys, size, self._weights.k_norm, self._eps))
-        rotated = qkv[:, :keys_end]
-        half = layer.head_size // 2
-        swapped = torch.cat((rotated[..., half:], rotated[..., :half]), dim=-1)
-        rotated.mul_(cos).addcmul_(swapped, sin)
-        return qkv
+        return self._lm_head(normed), normed if self._config.norm_output else x
 
     @property
     def _eps(self) -> float:
-        return self.config.layer.rms_norm_eps
+        return self._config.layer.rms_norm_eps
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         return functional.rms_norm(x, (x.shape[-1],), weight, self._eps)
+
+
+def head_pool(config: Eagle3Architecture, weights: Eagle3Weights, *, num_blocks: int, block_size: int) -> KVPool:
+    """Keys and values of a head's one layer."""
+    return KVPool(
+        num_layers=1,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=config.layer.num_kv_heads,
+        head_size=config.layer.head_size,
+        dtype=weights.fc.dtype,
+        device=weights.fc.device,
+    )
+
+
+class Eagle3Head:
+    """A `PairHead` in plain torch, for any device. Everything it knows of a sequence is in its KV pool."""
+
+    def __init__(self, config: Eagle3Architecture, weights: Eagle3Weights, *, num_blocks: int, block_size: int) -> None:
+        """`weights` as for `Eagle3Layer`."""
+        layer = config.layer
+        self.config = config
+        self.target_ids = weights.target_ids
+        self.kv_pool = head_pool(config, weights, num_blocks=num_blocks, block_size=block_size)
+        heads = HeadLayout(layer.num_heads, layer.num_kv_heads, layer.head_size)
+        # Nothing depends on a draft's last bits, so any tile will do.
+        self._attention = TorchAttention(self.kv_pool, heads, window=None, tiles=Tiles((1, 8), 1, stable=False))
+        self._layer = Eagle3Layer(config, weights, self._attention)
+
+    @torch.inference_mode()
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
+        """See `PairHead.fuse`."""
+        return self._layer.fuse(states)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `PairHead.forward`."""
+        self._attention.begin(batch, len(batch.token_ids))
+        token_ids, positions, wanted = (
+            to_device(numbers, hidden.device) for numbers in (batch.token_ids, batch.positions, batch.logit_rows)
+        )
+        return self._layer.pairs(token_ids, positions, hidden, wanted)

@@ -35,6 +35,8 @@ class HeadPlace:
     """See `Eagle3Proposer`; by default 256 for a native head, whose processor has better things to do."""
     is_native: bool = False
     """Whether an EAGLE-3 head is to be computed by machine code of its own, on a CPU that allows it."""
+    uses_triton: bool = False
+    """Whether, on CUDA, by Triton's kernels, with its steps captured."""
     cache_dir: Path | None = None
     """Where that is kept; by default where converted models are."""
     shift_layers: int = 0
@@ -76,6 +78,7 @@ def load_head(folder: Path, tables: TargetTables, place: HeadPlace) -> Eagle3Pro
                 device=place.device,
                 shift_layers=place.shift_layers,
                 is_native=place.is_native,
+                uses_triton=place.uses_triton,
                 cache_dir=place.cache_dir,
             )
             behind = place.max_pairs_behind or (NATIVE_PAIRS_BEHIND if place.is_native else 1 << 20)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -16,11 +17,15 @@ from torch.nn import functional
 
 from draft.config import MAX_SPECULATIVE_TOKENS
 from draft.head_checkpoint import HeadTensors, TargetTables
+from target.cuda_graphs import MAX_GRAPH_ROWS, StepGraphs
 from target.errors import CheckpointError
 from target.hf_config import read_json
-from target.linear import Linear, can_pack, packed_linear, plain_linear
+from target.linear import TILE_ROWS, Linear, RowCounts, can_pack, packed_linear, plain_linear
 
 logger = logging.getLogger(__name__)
+
+ROW_COUNTS = RowCounts(TILE_ROWS)
+"""Numbers of sequences that graphs are kept for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +60,14 @@ class MedusaHeads:
             weight = tensors.take(f"{name}.linear.weight", (size, size)).to(device, dtype)
             return make(weight, tensors.take(f"{name}.linear.bias", (size,)).to(device, dtype))
 
+        @cache
+        def targets_rows() -> Linear:
+            return make(tables.lm_head.to(device, dtype), None)
+
         def output(name: str) -> Linear:
-            rows = tensors.take(name, (vocab_size, size)) if name in tensors else tables.lm_head
-            return make(rows.to(device, dtype), None)
+            if name not in tensors:
+                return targets_rows()
+            return make(tensors.take(name, (vocab_size, size)).to(device, dtype), None)
 
         self._heads = [
             _Head(tuple(block(f"{i}.{j}") for j in range(num_layers)), output(f"{i}.{num_layers}.weight"))
@@ -66,6 +76,9 @@ class MedusaHeads:
         self._dtype = dtype
         self.device = device
         self.target_ids = torch.arange(vocab_size, device=device)
+        self.graphs = StepGraphs("steps of the Medusa heads", enabled=device.type == "cuda")
+        self._states = torch.zeros(MAX_GRAPH_ROWS, size, dtype=dtype, device=device)
+        """Where graphs read the hidden states."""
 
     def __len__(self) -> int:
         return len(self._heads)
@@ -74,6 +87,15 @@ class MedusaHeads:
     def forward(self, states: torch.Tensor, num_positions: int) -> torch.Tensor:
         """[n, num_positions, vocabulary] logits of the first heads behind hidden states [n, E]."""
         states = states.to(self.device, self._dtype)
+        num_rows = ROW_COUNTS.padded(len(states))
+        if not self.graphs.enabled or num_rows > MAX_GRAPH_ROWS:
+            return self._compute(states, num_positions)
+        self._states[: len(states)] = states
+        padded = self._states[:num_rows]
+        logits, _ = self.graphs.run((num_rows, num_positions), lambda: (self._compute(padded, num_positions), None))
+        return logits[: len(states)].clone()  # the next replay overwrites what this one returned
+
+    def _compute(self, states: torch.Tensor, num_positions: int) -> torch.Tensor:
         logits = []
         for head in self._heads[:num_positions]:
             x = states

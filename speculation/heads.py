@@ -44,6 +44,7 @@ def load_heads(model_dir: Path, settings: EngineSettings, runner: Runner, num_bl
         settings.block_size,
         max_catch_up_tokens=settings.max_num_batched_tokens,
         is_native=is_auto and settings.backend != "torch" and runner.device.type == "cpu",
+        uses_triton=settings.backend != "torch" and runner.device.type == "cuda",
         cache_dir=Path(settings.cache_dir).expanduser(),
         shift_layers=settings.eagle3_shift_layers,
     )

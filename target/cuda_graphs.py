@@ -12,6 +12,8 @@ logger = logging.getLogger(__name__)
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 MAX_GRAPHS = 64
 """Kinds of steps that are kept; others run without a graph."""
+MAX_GRAPH_ROWS = 256
+"""Larger steps hide the cost of their launches."""
 
 
 class StepGraphs:
@@ -22,8 +24,10 @@ class StepGraphs:
     Where a capture fails, that is logged once and everything runs without graphs from then on.
     """
 
-    def __init__(self, *, enabled: bool) -> None:
+    def __init__(self, name: str, *, enabled: bool) -> None:
+        """`name`: whose steps they are, for that line."""
         self.enabled = enabled
+        self._name = name
         self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Outputs]] = {}
 
@@ -55,7 +59,7 @@ class StepGraphs:
         except RuntimeError as error:
             self.enabled = False
             self.clear()
-            logger.warning("steps run without CUDA graphs: %s", error)
+            logger.warning("%s run without CUDA graphs: %s", self._name, error)
             return None
         self._graphs[kind] = graph, outputs
         return graph, outputs

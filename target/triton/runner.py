@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
+from functools import partial
+
 import torch
 
 from target.attention import HeadLayout
-from target.batch import ForwardBatch, ForwardOutput, IntArray
+from target.batch import ForwardBatch, ForwardOutput
 from target.config import ModelConfig
 from target.cuda_graphs import Outputs, StepGraphs
 from target.decoder import Decoder
@@ -15,10 +16,9 @@ from target.kv_pool import KVPool
 from target.linear import TILE_ROWS, Products, choose_products
 from target.rope import RotaryTable
 from target.triton.attention import TritonAttention
+from target.triton.graphed_steps import GraphedSteps
 from target.triton.operations import TritonOperations, quantise_rows
 from target.weights import ModelWeights
-
-MAX_GRAPH_ROWS = 256
 
 
 class TritonRunner:
@@ -61,9 +61,8 @@ class TritonRunner:
             rotary = RotaryTable(config, max_model_len, dtype, device)
             self._decoder = Decoder(config, weights, rotary, body.make, TritonOperations(), device)
             self._head = head.make(weights.lm_head.to(device), None)
-        self._row_counts, self._head_counts = body.row_counts, head.row_counts
-        self.graphs = StepGraphs(enabled=use_graphs and device.type == "cuda")
-        self._work = self._attention.work
+        self.graphs = StepGraphs("steps of the model", enabled=use_graphs and device.type == "cuda")
+        self._steps = GraphedSteps(self._attention, self.graphs, body.row_counts, head.row_counts)
         counts = ", ".join(map(str, body.row_counts.counts))
         self.description = (
             f"triton on {device}, {str(dtype).removeprefix('torch.')}, products by {body.library} for {counts} rows, "
@@ -74,31 +73,25 @@ class TritonRunner:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """See `target.runner.Runner.forward`."""
-        num_new, num_wanted = len(batch.token_ids), len(batch.logit_rows)
-        num_rows, num_logits = self._row_counts.padded(num_new), self._head_counts.padded(num_wanted)
-        ids: IntArray = np.zeros(2 * num_rows + num_logits, np.int64)
-        ids[:num_new] = batch.token_ids
-        ids[num_rows : num_rows + num_new] = batch.positions
-        ids[2 * num_rows : 2 * num_rows + num_wanted] = batch.logit_rows
-        staged = self._attention.stage(batch, num_rows, ids)
-        if self._attention.work is not self._work:
-            self._work = self._attention.work
-            self.graphs.clear()
-
-        def compute() -> Outputs:
-            token_ids, positions, wanted = staged.split([num_rows, num_rows, num_logits])
-            hidden, features = self._decoder.forward(token_ids, positions, self._attention, batch.feature_layers)
-            return self._head(hidden.index_select(0, wanted)), features
-
-        if num_rows <= MAX_GRAPH_ROWS:
-            logits, features = self.graphs.run((num_rows, num_logits, batch.feature_layers), compute)
-        else:
-            logits, features = compute()
+        logits, features = self._steps.run(
+            batch, batch.feature_layers, partial(self._compute, feature_layers=batch.feature_layers)
+        )
         # The next replay overwrites what this one returned, and a caller may keep it.
         return ForwardOutput(
-            logits[:num_wanted].to(torch.float32, copy=True),
-            None if features is None else features[:num_new].to(torch.float32, copy=True),
+            logits[: len(batch.logit_rows)].to(torch.float32, copy=True),
+            None if features is None else features[: len(batch.token_ids)].to(torch.float32, copy=True),
         )
+
+    def _compute(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        wanted: torch.Tensor,
+        *,
+        feature_layers: tuple[int, ...],
+    ) -> Outputs:
+        hidden, features = self._decoder.forward(token_ids, positions, self._attention, feature_layers)
+        return self._head(hidden.index_select(0, wanted)), features
 
 
 def _layer_products(weights: ModelWeights, device: torch.device, quantization: str) -> Products:

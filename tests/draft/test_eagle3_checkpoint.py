@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draft.eagle3_checkpoint import load_eagle3, read_eagle3_config
-from draft.eagle3_head import Eagle3Head
+from draft.eagle3_graphed import GraphedEagle3Head
+from draft.eagle3_head import Eagle3Head, PairHead
 from draft.head_checkpoint import TargetTables
 from target.errors import CheckpointError
 from target.layout import BatchEntry, lay_out
@@ -53,7 +54,7 @@ def change_tensors(folder: Path, change: Any) -> None:
     save_file({name: tensor.contiguous() for name, tensor in change(tensors).items()}, folder / "model.safetensors")
 
 
-def logits_of(head: Eagle3Head, states: torch.Tensor, token_ids: list[int], num_steps: int) -> list[torch.Tensor]:
+def logits_of(head: PairHead, states: torch.Tensor, token_ids: list[int], num_steps: int) -> list[torch.Tensor]:
     """[steps][n, C]: behind each pair, then behind `steps - 1` further tokens, each taken from `token_ids`."""
     hidden = head.fuse(states)
     blocks = range(1, 10)
@@ -83,6 +84,26 @@ def test_its_logits_are_those_of_the_speculators_package(variant: str, tmp_path:
         )
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_head_for_cuda_has_the_same_logits(variant: str, tmp_path: Path) -> None:
+    """Triton's kernels, asked for, give what the plain head gives; a precision without kernels gets the plain one."""
+    folder = copied(tmp_path / "head", variant)
+
+    def loaded(dtype: torch.dtype) -> PairHead:
+        device = torch.device("cpu")
+        return load_eagle3(folder, tables(), num_blocks=16, block_size=4, dtype=dtype, device=device, uses_triton=True)
+
+    head = loaded(torch.float32)
+    assert isinstance(head, GraphedEagle3Head)
+    assert isinstance(loaded(torch.float64), Eagle3Head)
+    expected = load_file(FIXTURES / variant / "expected.safetensors")
+    said = [
+        logits_of(each, expected["states"], expected["token_ids"].tolist(), 2)
+        for each in (head, load(folder, torch.float32))
+    ]
+    torch.testing.assert_close(said[0], said[1], atol=2e-5, rtol=1e-4)
+
+
 def test_the_authors_layout_is_the_same_head(tmp_path: Path) -> None:
     """`midlayer.*` in a pytorch_model.bin, with a flat config, computes what the speculators folder does."""
     expected = load_file(FIXTURES / "eagle3_llama" / "expected.safetensors")
@@ -106,15 +127,15 @@ def test_tables_left_out_are_the_target_s(tmp_path: Path) -> None:
     folder = copied(tmp_path / "head")
     change_tensors(folder, lambda t: {k: v for k, v in t.items() if not k.startswith(("embed_tokens", "lm_head"))})
     head = load(folder)
-    assert head._weights.embed is not None
-    torch.testing.assert_close(head._weights.embed, tables().embed)
-    torch.testing.assert_close(head._weights.lm_head.float(), tables().lm_head[head.target_ids])
+    assert head._layer._weights.embed is not None
+    torch.testing.assert_close(head._layer._weights.embed, tables().embed)
+    torch.testing.assert_close(head._layer._weights.lm_head.float(), tables().lm_head[head.target_ids])
 
 
 def test_int8_rows_are_scaled(tmp_path: Path) -> None:
     """A matrix of int8 with a scale a row is the product of both."""
     folder = copied(tmp_path / "head")
-    whole = load(folder)._weights.fc
+    whole = load(folder)._layer._weights.fc
 
     def quantised(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         scale = tensors["fc.weight"].abs().amax(1) / 127
@@ -124,7 +145,7 @@ def test_int8_rows_are_scaled(tmp_path: Path) -> None:
         }
 
     change_tensors(folder, quantised)
-    torch.testing.assert_close(load(folder)._weights.fc, whole, atol=0.01, rtol=0)
+    torch.testing.assert_close(load(folder)._layer._weights.fc, whole, atol=0.01, rtol=0)
 
 
 def test_layers_default_to_the_paper_s_and_shift(tmp_path: Path) -> None:

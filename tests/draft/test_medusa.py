@@ -21,6 +21,7 @@ from speculation.cost_model import StepCostModel
 from speculation.engine import Engine
 from speculation.messages import SamplingParams
 from target.errors import CheckpointError
+from tests.recorded_graphs import record_graphs
 from tests.speculation.test_engine import Run
 from tests.speculation.test_exactness import SAMPLINGS, assert_exact, requests_of
 from tests.tiny_medusa import tiny_tables, write_tiny_medusa
@@ -132,3 +133,18 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     save_file(tensors | {"0.1.weight": torch.zeros(50, 16)}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"0.1.weight has shape \[50, 16\]"):
         heads_of(folder)
+
+
+def test_captured_heads_guess_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any number of sequences, at any depth, gets the logits that heads give which are not captured."""
+    recorded = record_graphs(monkeypatch)
+    plain, captured = heads_of(write_tiny_medusa(tmp_path)), heads_of(tmp_path)
+    captured.graphs.enabled = True
+    generator = torch.Generator().manual_seed(1)
+    kept = []
+    for num_sequences, depth in ((3, 2), (16, 2), (5, 2), (1, 4), (2, 4), (20, 4), (300, 1)):
+        states = torch.randn(num_sequences, TINY.hidden_size, generator=generator)
+        kept.append((captured.forward(states, depth), plain.forward(states, depth)))
+    for ours, theirs in kept:
+        torch.testing.assert_close(ours, theirs)
+    assert {kind: graph.num_replays for kind, graph in recorded.items()} == {(16, 2): 2, (16, 4): 1}

@@ -46,7 +46,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_the_second_step_of_a_kind_is_captured(replays: list[str]) -> None:
     """The first runs as it is, the second is captured and replayed, later ones are replayed."""
-    graphs, step = StepGraphs(enabled=True), Step()
+    graphs, step = StepGraphs("steps", enabled=True), Step()
     assert all(graphs.run(16, step.compute) is step.outputs for _ in range(4))
     assert (step.computed, replays) == (2, ["capture", "replay", "replay", "replay"])
     graphs.run(32, step.compute)
@@ -55,7 +55,7 @@ def test_the_second_step_of_a_kind_is_captured(replays: list[str]) -> None:
 
 def test_moved_memory_is_captured_again(replays: list[str]) -> None:
     """After `clear` nothing that was captured is replayed."""
-    graphs, step = StepGraphs(enabled=True), Step()
+    graphs, step = StepGraphs("steps", enabled=True), Step()
     for _ in range(2):
         graphs.run(16, step.compute)
     graphs.clear()
@@ -66,7 +66,7 @@ def test_moved_memory_is_captured_again(replays: list[str]) -> None:
 def test_no_more_kinds_are_kept_than_there_is_room_for(replays: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Kinds behind the last that fits run without a graph."""
     monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 1)
-    graphs, step = StepGraphs(enabled=True), Step()
+    graphs, step = StepGraphs("steps", enabled=True), Step()
     for kind in (16, 16, 32, 32, 16):
         graphs.run(kind, step.compute)
     assert (step.computed, replays.count("capture")) == (4, 1)
@@ -83,7 +83,7 @@ def test_a_failed_capture_is_told_once(
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(torch.cuda, "graph", refuse)
-    graphs, step = StepGraphs(enabled=True), Step()
+    graphs, step = StepGraphs("steps", enabled=True), Step()
     for kind in (16, 16, 16, 32, 32):
         assert graphs.run(kind, step.compute) is step.outputs
     assert [record.getMessage() for record in caplog.records] == [
