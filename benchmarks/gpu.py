@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from benchmarks.gpu_timing import Measurement, copy_bandwidth, timed
 from benchmarks.machine import Machine, describe_machine
 
 if TYPE_CHECKING:
@@ -27,18 +27,6 @@ if TYPE_CHECKING:
     from target.triton.runner import TritonRunner
 
 BLOCK_SIZE = 16
-BUSHY = (-1, 0, 0, 1, -1, 4, 3, 2, 6)
-
-
-class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """One number."""
-
-    model: str
-    what: str
-    value: float
-    unit: str
-    floor: float | None = None
-    """The least a step can take, by its bytes and the measured bandwidth."""
 
 
 class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +40,7 @@ class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
     checks: dict[str, bool]
     measurements: list[Measurement]
     left_out: list[str]
-    """Parts for which there was no time."""
+    """Parts, and why."""
     seconds: float
 
 
@@ -76,11 +64,20 @@ TINY_SIZES = Sizes(20, (1, 2), (1, 2), 1, 24, 6, (0.8,), (4,))
 class Bench:
     """One model on one device."""
 
-    def __init__(self, name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device, sizes: Sizes) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        sizes: Sizes,
+        quantization: str = "none",
+    ) -> None:
         from benchmarks.gpu_model import random_weights
         from target.triton.runner import TritonRunner
 
         self.name, self.config, self.sizes, self.device = name, config, sizes, device
+        self.layer_bytes = 1 if quantization == "fp8" else dtype.itemsize
         self.weights = random_weights(config, dtype, device)
         per_sequence = -(-(sizes.context + max(sizes.verified)) // BLOCK_SIZE)
         longest = -(-(sizes.context + sizes.prefill + sizes.answer) // BLOCK_SIZE)
@@ -91,6 +88,7 @@ class Bench:
             block_size=BLOCK_SIZE,
             max_model_len=config.max_model_len,
             device=device,
+            quantization=quantization,
         )
         self.runner.kv_pool.entries.zero_()  # what was in memory before may be slow to compute with
 
@@ -132,7 +130,9 @@ class Bench:
         from benchmarks.gpu_model import step_bytes
 
         for batch in self.sizes.batches:
-            num_bytes = step_bytes(self.config, batch * self.sizes.context, self.weights.embed.itemsize)
+            num_bytes = step_bytes(
+                self.config, batch * self.sizes.context, self.weights.embed.itemsize, self.layer_bytes
+            )
             floor = round(1e3 * num_bytes / bandwidth, 4)
             yield self.measured(f"decode step, batch {batch}", self.step_ms(self.entries(batch, 1)), floor=floor)
 
@@ -187,76 +187,24 @@ class Bench:
             yield self.measured(f"transformers.generate, {name}", (count - 1) / max(whole - first, 1e-9), "tokens/s")
 
 
-def timed(call: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Seconds of a call at the median, after three that compile and capture."""
-    import torch
+def benches(
+    configs: dict[str, ModelConfig], dtype: torch.dtype, device: torch.device, sizes: Sizes, left_out: list[str]
+) -> Iterator[tuple[Bench, bool]]:
+    """One after another, so that each has the device to itself; whether everything is measured of it.
 
-    def synchronise() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+    The first is there a second time with 8-bit weights, where the device has them.
+    """
+    from target.fp8 import require_fp8
 
-    seconds = []
-    for _ in range(repeats + (3 if device.type == "cuda" else 0)):
-        synchronise()
-        started = time.perf_counter()
-        call()
-        synchronise()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[-repeats:])
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second that a copy within the device reads and writes."""
-    import torch
-
-    source = torch.zeros((1 << 30 if device.type == "cuda" else 1 << 24) // 4, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / timed(lambda: target.copy_(source), 5, device)
-
-
-def check(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, bool]:
-    """Whether Triton's path says what torch's says, and whether its rows are independent, on two layers."""
-    import torch
-
-    from benchmarks.gpu_model import random_weights
-    from target.layout import BatchEntry, lay_out
-    from target.torch_runner import TorchRunner
-    from target.triton.runner import TritonRunner
-
-    small = msgspec.structs.replace(config, num_layers=2, vocab_size=min(config.vocab_size, 4096))
-    weights = random_weights(small, dtype, device)
-    length = 300 if device.type == "cuda" else 40
-    ids = [(7 * i + 3) % small.vocab_size for i in range(length)]
-    num = -(-(length + 16) // BLOCK_SIZE)
-    tables = [range(1 + i * num, 1 + (i + 1) * num) for i in range(3)]
-    tree = BatchEntry(length - 1, ids[-1:], tables[0], ids[:9], BUSHY, logits_from=0)
-    logits: list[list[torch.Tensor]] = []
-    for kind in (TorchRunner, TritonRunner):
-        runner = kind(
-            small,
-            weights,
-            num_blocks=1 + 3 * num,
-            block_size=BLOCK_SIZE,
-            max_model_len=config.max_model_len,
-            device=device,
-        )
-
-        def run(*entries: BatchEntry, runner: TorchRunner | TritonRunner = runner) -> torch.Tensor:
-            return runner.forward(lay_out(entries, BLOCK_SIZE)).logits
-
-        whole = run(BatchEntry(0, ids, tables[0], logits_from=0))
-        chunks = [run(BatchEntry(i, ids[i : i + 7], tables[1], logits_from=0)) for i in range(0, length, 7)]
-        alone = run(tree)
-        among = run(BatchEntry(0, ids[: length // 2], tables[2], logits_from=length // 2 - 1), tree)[1:]
-        logits.append([whole, torch.cat(chunks), alone, among])
-    theirs, ours = logits
-    tolerance = 1e-3 if dtype == torch.float32 else 0.15
-    return {
-        "prompt as torch": torch.allclose(ours[0], theirs[0], atol=tolerance, rtol=tolerance),
-        "tree as torch": torch.allclose(ours[2], theirs[2], atol=tolerance, rtol=tolerance),
-        "chunks as whole, bitwise": torch.equal(ours[0], ours[1]),
-        "tree among others as alone, bitwise": torch.equal(ours[2], ours[3]),
-    }
+    for i, (name, config) in enumerate(configs.items()):
+        yield Bench(name, config, dtype, device, sizes), True
+        if i == 0:
+            try:
+                require_fp8(device, dtype)
+            except ValueError as error:
+                left_out.append(f"{name} fp8: {error}")
+            else:
+                yield Bench(f"{name} fp8", config, dtype, device, sizes, "fp8"), False
 
 
 def measure(sizes: Sizes, configs: dict[str, ModelConfig], device: torch.device, budget: float) -> GpuReport:
@@ -264,32 +212,38 @@ def measure(sizes: Sizes, configs: dict[str, ModelConfig], device: torch.device,
     import torch
     import triton
 
+    from benchmarks.gpu_checks import all_checks
+    from benchmarks.gpu_head import HeadBench
+
     started = time.monotonic()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    checks = check(next(iter(configs.values())), dtype, device)
+    checks = all_checks(next(iter(configs.values())), dtype, device)
     bandwidth = copy_bandwidth(device)
     runners: dict[str, str] = {}
     found: list[Measurement] = []
     left_out: list[str] = []
-    for name, config in configs.items():
-        bench = Bench(name, config, dtype, device, sizes)
-        runners[name] = bench.runner.description
-        parts: list[Callable[[], Iterator[Measurement]]] = [
-            partial(bench.decode_steps, bandwidth),
-            bench.verify_steps,
-            bench.graphs_off,
-            bench.prefill,
-            bench.decoding,
-            bench.transformers,
-        ]
-        for part in parts:
+    for bench, is_whole in benches(configs, dtype, device, sizes, left_out):
+        runners[bench.name] = bench.runner.description
+        parts: dict[str, Callable[[], Iterator[Measurement]]] = {
+            "decode steps": partial(bench.decode_steps, bandwidth),
+            "verify steps": bench.verify_steps,
+            "graphs off": bench.graphs_off,
+            "prefill": bench.prefill,
+            "decoding": bench.decoding,
+        }
+        if is_whole:
+            parts["a drafting head"] = HeadBench(bench.name, bench.config, dtype, device, sizes.repeats).steps
+            parts["transformers"] = bench.transformers
+        for part, measured in parts.items():
             if time.monotonic() - started > budget:
-                left_out.append(f"{name}: {getattr(part, '__name__', 'decode_steps')}")
+                left_out.append(f"{bench.name}: {part}, for which there was no time")
                 continue
-            for one in part():
+            for one in measured():
                 found.append(one)
                 print(line(one), flush=True)
-        del bench, parts
+        if device.type == "cuda":
+            checks[f"{bench.name}: steps are captured"] = bench.runner.graphs.enabled
+        del bench, parts, measured
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return GpuReport(
@@ -334,7 +288,7 @@ def main(arguments: list[str]) -> int:
     for name, holds in report.checks.items():
         print(f"{name}: {'yes' if holds else 'NO'}")
     for part in report.left_out:
-        print(f"no time for {part}")
+        print(f"left out: {part}")
     if options.json is not None:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     return 0 if all(report.checks.values()) else 1

@@ -15,6 +15,7 @@ from speculation.controller import DraftLengthController
 from speculation.cost_model import StepCostModel
 from speculation.engine import Engine
 from speculation.messages import Submit
+from speculation.step_report import StepResult
 from target.runner import Runner
 from target.sampling_params import SamplingParams
 
@@ -108,10 +109,16 @@ class Decoding:
         assert refused is None, refused
         token_ids: list[int] = []
         started, num_before = 0.0, 0
+        untold: StepResult | None = None
         while self._engine.has_work:
-            for output in self._engine.step():
-                token_ids += output.token_ids
+            step = self._engine.launch()
+            if untold is not None:
+                self._engine.report(untold)  # as the engine's process does, while the device works
+            untold = self._engine.settle(step)
+            token_ids += [token_id for sequence in untold.sequences for token_id in sequence.token_ids]
             if token_ids and not started:
                 started, num_before = time.perf_counter(), len(token_ids)
         seconds = time.perf_counter() - started
+        assert untold is not None
+        self._engine.report(untold)
         return Decoded(token_ids, (len(token_ids) - num_before) / seconds)

@@ -76,13 +76,16 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device
     return ModelWeights(embed=embed, layers=layers, norm=ones(), lm_head=head)
 
 
-def step_bytes(config: ModelConfig, num_context_tokens: int, number_bytes: int) -> int:
-    """Bytes that a decoding step cannot but read: every matrix once, and the context's keys and values."""
+def step_bytes(config: ModelConfig, num_context_tokens: int, number_bytes: int, layer_bytes: int) -> int:
+    """Bytes that a decoding step cannot but read: every matrix once, and the context's keys and values.
+
+    `layer_bytes`: of a number of the layers' matrices, where others take `number_bytes`.
+    """
     size, heads = config.hidden_size, config.num_heads * config.head_size
     kv = 2 * config.num_kv_heads * config.head_size
     layer = size * (heads + kv) + size * heads + 3 * size * config.intermediate_size
-    numbers = config.num_layers * (layer + kv * num_context_tokens) + config.vocab_size * size
-    return numbers * number_bytes
+    others = config.num_layers * kv * num_context_tokens + config.vocab_size * size
+    return config.num_layers * layer * layer_bytes + others * number_bytes
 
 
 def transformers_model(config: ModelConfig, weights: ModelWeights) -> Any:
