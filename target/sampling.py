@@ -86,20 +86,26 @@ class RowLogprobs:
 class PendingRows:
     """Choices that a device is making: a copy of them to the host is on its way, and nothing waits for it yet."""
 
-    def __init__(self, chosen: torch.Tensor, scored: torch.Tensor | None, rows: Sequence[SamplingRow]) -> None:
-        """`chosen`: [R] token ids; `scored`: what `_scored` says of the rows that ask for logprobs."""
-        self._rows = rows
+    def __init__(
+        self,
+        rows: Sequence[SamplingRow],
+        chosen: torch.Tensor,
+        asked: Sequence[int] = (),
+        scored: torch.Tensor | None = None,
+    ) -> None:
+        """`chosen`: [R] token ids; `scored`: what `_scored` says of the rows `asked`, which ask for logprobs."""
+        self._rows, self._asked = rows, asked
         # Whole numbers below 2^53 are float64 numbers too, so that one copy carries everything.
         self._numbers = ToHost(chosen if scored is None else torch.cat((chosen.double(), scored.flatten())))
 
     def wait(self) -> SampledRows:
         """The choices. Everything that was launched before them is done when this returns."""
-        numbers = self._numbers.wait().tolist()
-        count = len(self._rows)
-        asked = _asked(self._rows)
+        numbers, count = self._numbers.wait().tolist(), len(self._rows)
         logprobs: list[RowLogprobs | None] = [None] * count
-        width = (len(numbers) - count) // max(len(asked), 1)
-        for i, start in zip(asked, range(count, len(numbers), max(width, 1)), strict=True):
+        if not self._asked:
+            return SampledRows(numbers, logprobs)
+        width = (len(numbers) - count) // len(self._asked)
+        for i, start in zip(self._asked, range(count, len(numbers), width), strict=True):
             logprobs[i] = _row_logprobs(numbers[start : start + width], self._rows[i].params.logprobs or 0)
         return SampledRows([int(token_id) for token_id in numbers[:count]], logprobs)
 
@@ -113,7 +119,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledRows:
 def start_sampling(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> PendingRows:
     """As `sample`, but without waiting: one copy from device to host will carry everything back."""
     if not rows:
-        return PendingRows(torch.empty(0, dtype=torch.int64, device=logits.device), None, rows)
+        return PendingRows(rows, torch.empty(0, dtype=torch.int64, device=logits.device))
     adjusted = _adjust(logits, rows)
     is_plain = adjusted.device.type == "cpu" and adjusted.dtype == torch.float32 and adjusted.stride(1) == 1
     kernel = _native_kernel() if is_plain else None
@@ -121,17 +127,12 @@ def start_sampling(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Pending
         chosen = _choose_on_device(adjusted, rows)
     else:
         chosen = choose(adjusted, rows) if kernel is None else _choose_natively(kernel, adjusted, rows)
-    asked = _asked(rows)
+    asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     if not asked:
-        return PendingRows(chosen, None, rows)
+        return PendingRows(rows, chosen)
     index = to_device(asked, logits.device)
     num_top = max(rows[i].params.logprobs or 0 for i in asked)
-    return PendingRows(chosen, _scored(logits[index], chosen[index], num_top), rows)
-
-
-def _asked(rows: Sequence[SamplingRow]) -> list[int]:
-    """Which rows ask for logprobs."""
-    return [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    return PendingRows(rows, chosen, asked, _scored(logits[index], chosen[index], num_top))
 
 
 def choose(adjusted: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:

@@ -22,6 +22,8 @@ def to_device(
 class ToHost:
     """A copy of a tensor that arrives behind what has been launched."""
 
+    __slots__ = ("_copied", "_numbers")
+
     def __init__(self, numbers: torch.Tensor) -> None:
         self._copied: torch.cuda.Event | None = None
         if numbers.device.type == "cuda":
