@@ -24,6 +24,8 @@ from tests.service.experiments.test_manager import drive
 from tests.service.experiments.traffic import Law, body
 
 MARKUP = "<img src=x onerror=alert(1)><script>document.title='gone'</script>"
+ENDLESS = "Write the numbers from 1 to 500, one number a line, and nothing else."
+"""Greedy, the answer goes on for more than 900 tokens."""
 COPY = "Repeat this list exactly: amber, basalt, cedar, delta, ember, fjord, granite, harbor, indigo, juniper."
 
 
@@ -294,8 +296,10 @@ def test_the_model_answers_by_keyboard_alone(real: Page) -> None:
 def test_a_long_answer_can_be_stopped(real: Page, server: Server) -> None:
     """Escape ends the answer where it is: it says so, keeps its text, and the engine frees what it held."""
     real.open()
+    real.choose(".settings select", "none")
+    real.set_number("Temperature", "0")
     real.set_number("Most tokens", "900")
-    real.ask("Count from 1 to 1000, one number a line.")
+    real.ask(ENDLESS)
     real.until(lambda: real.find(".token"))
     real.keys(Keys.ESCAPE)
     (answer,) = real.answers("cancelled")

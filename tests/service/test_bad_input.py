@@ -189,7 +189,7 @@ async def test_the_engine_s_refusals_become_errors(service: Service, stream: boo
 async def test_too_many_requests_are_told_to_come_again(start_service: StartService) -> None:
     """Beyond what the engine runs and queues a request is 429 with Retry-After; those before it are served."""
     service = await start_service(max_num_seqs=2, max_waiting=2)
-    body = {"prompt": "hi", "cache_salt": "slow", "ignore_eos": True, "max_tokens": 30}
+    body = {"prompt": "hi", "cache_salt": "slow", "ignore_eos": True, "max_tokens": 150}
     running = [asyncio.create_task(service.post(TEXT, body)) for _ in range(4)]
     await service.until(lambda: service.front.client.num_live == 4)
     async with service.client.post(service.url + TEXT, json={"prompt": "hi"}) as response:
