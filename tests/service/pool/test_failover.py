@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,17 @@ async def test_a_stream_outlives_its_engine(start_service: StartService, number:
     assert "forerun_engine_restarts_total 1.0" in metrics
 
 
+async def test_an_engine_that_dies_before_its_first_output(start_service: StartService) -> None:
+    """Killed while it computes the prompts of several requests: each is answered as if nothing had happened."""
+    service = await start_service(pool=TWO)
+    await until_all_serve(service)
+    undisturbed = [await ask(service, body(number)) for number in range(4)]
+    asking = asyncio.gather(*(ask(service, body(number)) for number in range(4)))
+    await service.until(lambda: service.front.client.num_live == 4)
+    hit(service, signal.SIGKILL)
+    assert await asking == undisturbed
+
+
 async def test_with_one_engine_a_stream_waits_for_its_restart(start_service: StartService) -> None:
     """The only engine is killed: the stream pauses, and goes on with the same tokens when the engine is back."""
     service = await start_service()
@@ -135,6 +147,8 @@ async def test_killing_under_load_changes_no_answer(start_service: StartService)
     service = await start_service(pool=TWO, max_num_seqs=64)
     await until_all_serve(service)
     wanted = await asyncio.gather(*(ask(service, body(number)) for number in range(50)))
+    await service.until_idle()
+    before = leftovers()
     asking = asyncio.gather(*(ask(service, body(number)) for number in range(50)))
     num_hit = 0
     while not asking.done():
@@ -147,6 +161,7 @@ async def test_killing_under_load_changes_no_answer(start_service: StartService)
     await until_all_serve(service)
     await service.until_idle()
     assert service.front.client.num_waiting == 0
+    await service.until(lambda: leftovers() == before)
     pids = [supervisor.pid for supervisor in service.supervisors]
     assert sorted(pid for pid in children() if is_worker(pid)) == sorted(pid for pid in pids if pid is not None)
 
@@ -216,6 +231,14 @@ async def test_an_unknown_engine_cannot_be_drained(service: Service) -> None:
     status, answer = await service.post("/v1/engines/engine-7/drain", {})
     assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "engine_not_found", "id")
     assert "engine-0" in answer["error"]["message"]
+
+
+def leftovers() -> tuple[Counter[str], int]:
+    """The tasks of this process that belong to engines, by what they run; and how many files and sockets are open."""
+    names = Counter(str(task.get_coro().__qualname__) for task in asyncio.all_tasks())  # type: ignore[union-attr]
+    ours = ("EngineLink", "Reporter", "LocalEngines", "OutputStream", "Answer")
+    kept = Counter({name: count for name, count in names.items() if name.startswith(ours)})
+    return kept, len(list(Path("/proc/self/fd").iterdir()))
 
 
 def children() -> list[int]:
