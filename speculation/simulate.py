@@ -29,20 +29,11 @@ from draft.roster import Roster
 from draft.tree import Draft
 from speculation.controller import DraftLengthController
 from speculation.cost_model import StepCostModel
+from speculation.recording import Recording, read_log
 from target.sampling_params import SamplingParams
 
 DEFAULT_CURVE = "1:4.3,3:6,5:8,8:12,16:21"
 """Milliseconds by rows: the embedded model in one native call on two cores."""
-
-
-class Recording(msgspec.Struct, frozen=True, kw_only=True):
-    """One recorded sequence, a line of the log. Further fields are ignored."""
-
-    prompt_token_ids: list[int]
-    output_token_ids: list[int]
-    prediction_token_ids: list[int] = []
-    cache_salt: str = ""
-    temperature: float = 0.0
 
 
 @dataclass(slots=True)
@@ -225,21 +216,6 @@ def follow(draft: Draft, token_ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(path)
 
 
-def read_log(path: Path) -> Iterator[Recording]:
-    """The sequences of a JSON-lines file, in its order. Raises ValueError naming file and line of a bad one."""
-    decoder = msgspec.json.Decoder(Recording)
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    yield decoder.decode(line)
-                except msgspec.DecodeError as error:
-                    raise ValueError(
-                        f"{path}, line {number}: {error}; a line is "
-                        '{"prompt_token_ids": [...], "output_token_ids": [...]}'
-                    ) from error
-
-
 def parse_config(text: str) -> SpeculationConfig:
     """A config as a user types it: a method's name, or the JSON object. Raises ValueError for methods with a model."""
     try:
@@ -284,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         configs = {text: parse_config(text) for text in arguments.config}
-        recordings = list(read_log(arguments.log))
+        recordings = [recording for path in arguments.log for recording in read_log(path)]
         replays = simulate(recordings, configs, arguments.cost_curve, num_concurrent=arguments.concurrency)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"forerun simulate: {error}\n")
@@ -302,7 +278,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="forerun simulate",
         description="Replay recorded token sequences through lookup proposers, without a model.",
     )
-    parser.add_argument("--log", type=Path, required=True, help="JSON lines of prompt_token_ids and output_token_ids")
+    parser.add_argument(
+        "--log",
+        type=Path,
+        action="append",
+        required=True,
+        help="JSON lines of prompt_token_ids and output_token_ids; of several the oldest first",
+    )
     parser.add_argument(
         "--config",
         action="append",

@@ -23,7 +23,8 @@ from draft.proposer import DraftContext, Features
 from draft.tree import Draft
 from speculation.controller import DraftLengthController
 from speculation.cost_model import StepCostModel
-from speculation.simulate import Recording, Replay, Simulator, parse_curve
+from speculation.recording import Recording
+from speculation.simulate import Replay, Simulator, parse_curve
 from target.sampling_params import SamplingParams
 
 CPU = "1:4.3,3:6,5:8,8:12,16:21"
