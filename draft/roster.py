@@ -32,8 +32,7 @@ class DraftControl(Protocol):
     def limits(self, contexts: Sequence[DraftContext], method: str) -> list[int]:
         """Most nodes the method may draft for each; 0 skips it: it does not pay."""
 
-    @property
-    def min_confidence(self) -> float:
+    def min_confidence(self, context: DraftContext) -> float:
         """The least chance of a path for which verifying one more node pays; 0 takes everything."""
 
     def hope(self, context: DraftContext, method: str) -> float:
@@ -52,14 +51,15 @@ class AsConfigured:
     Where the config says "auto" that is `auto` nodes.
     """
 
-    min_confidence = 0.0
-
     def __init__(self, auto: int = 8) -> None:
         self._auto = auto
 
     def limits(self, contexts: Sequence[DraftContext], method: str) -> list[int]:
         all_bounds = [bounds_of(config_of(context.config, method)) for context in contexts]
         return [bounds.num_nodes if bounds.is_fixed else min(bounds.num_nodes, self._auto) for bounds in all_bounds]
+
+    def min_confidence(self, context: DraftContext) -> float:
+        return 0.0
 
     def hope(self, context: DraftContext, method: str) -> float:
         return 0.0
@@ -147,7 +147,7 @@ class Roster:
         for turn, limit in zip(turns, control.limits([turn.context for turn in turns], method), strict=True):
             if limit > 0:
                 asked.append(turn)
-                contexts.append(_asking(turn.context, method, control.min_confidence))
+                contexts.append(_asking(turn.context, method, control.min_confidence(turn.context)))
                 limits.append(min(limit, turn.most))
             else:
                 self._settle(turn, Draft.none("does_not_pay", method), 0.0, control)

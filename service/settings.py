@@ -15,6 +15,7 @@ from msgspec import Meta
 from service.errors import ApiError, did_you_mean
 from service.experiments.validation import check_profile_name
 from service.pool.settings import ListenerSettings, PoolSettings, TenantSettings
+from service.request_log import RecordingSettings
 from service.validation import explain
 from speculation.messages import SpeculationConfig
 from speculation.settings import EngineSettings, PositiveInt
@@ -85,6 +86,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     server: ServerSettings = ServerSettings()
     limits: LimitSettings = LimitSettings()
     audit: AuditSettings = AuditSettings()
+    recording: RecordingSettings = RecordingSettings()
     engine: EngineSettings = EngineSettings()
     pool: PoolSettings = PoolSettings()
     tenants: TenantSettings = TenantSettings()

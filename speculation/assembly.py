@@ -57,7 +57,7 @@ def assemble(settings: EngineSettings) -> tuple[Engine, Ready]:
         max_waiting=settings.max_waiting,
         max_model_len=settings.max_model_len,
     )
-    costs.calibrate(time_steps(runner, engine.pool, time.monotonic))
+    costs.calibrate(time_steps(runner, engine.pool, time.monotonic, max_model_len=engine.max_model_len))
     return engine, Ready(
         model_fingerprint=identity,
         model_folder=str(folder),

@@ -17,7 +17,7 @@ from draft.config import (
 )
 from draft.tree import Draft
 from speculation.acceptance import HOT_TEMPERATURE, AcceptanceModel, TrackRecord
-from speculation.cost_model import DraftingCost, StepCostModel
+from speculation.cost_model import DraftingCost, StepCostModel, StepLoad
 
 if TYPE_CHECKING:
     from draft.proposer import DraftContext
@@ -64,16 +64,22 @@ class _Sequence:
 class _Step:
     """One step's prices."""
 
-    num_sequences: int
-    num_rows: int
-    num_context_tokens: int
+    plain: StepLoad
+    """Of its decoding sequences without guesses: one row each."""
+    base: StepLoad
+    """With the rows of others."""
     plain_seconds: float
-    """What it would take without guesses."""
     rate: float
     """What a second is worth, in tokens."""
     row_price: float
-    """What one more row costs, in tokens."""
+    """What one more row costs, in tokens, before it attends to anything."""
     drafting_seconds: float = 0.0
+    guess_seconds: float = 0.0
+    """By how much guesses make it longer."""
+
+    @property
+    def num_sequences(self) -> int:
+        return self.plain.num_rows
 
 
 class DraftLengthController:
@@ -99,21 +105,28 @@ class DraftLengthController:
         self._speedup = 1.0
         self._vain_seconds = 0.0
         """What may still be spent in vain."""
-        self.begin(num_sequences=1, num_rows=1, num_context_tokens=0)
+        self.begin(StepLoad(1))
         self._vain_seconds = self._step.plain_seconds
 
-    def begin(self, *, num_sequences: int, num_rows: int, num_context_tokens: int) -> None:
-        """A step with this many decoding sequences, and this many rows if nobody guesses."""
-        plain = self.costs.seconds(num_rows, num_context_tokens)
-        more = self.costs.seconds(num_rows + 2 * num_sequences, num_context_tokens)
-        rate = self._speedup * num_sequences / plain
-        price = rate * (more - plain) / (2 * num_sequences)
-        self._step = _Step(num_sequences, num_rows, num_context_tokens, plain, rate, price)
+    def begin(self, plain: StepLoad, num_other_rows: int = 0) -> None:
+        """A step that has, if nobody guesses, one row for each decoding sequence, and so many rows of others."""
+        base = plain.plus(num_other_rows, 0)
+        seconds = self.costs.seconds(base)
+        rate = self._speedup * plain.num_rows / seconds
+        more = self.costs.seconds(base.plus(2 * plain.num_rows, 0)) - seconds
+        self._step = _Step(plain, base, self.costs.seconds(plain), rate, rate * more / (2 * plain.num_rows))
 
-    @property
-    def min_confidence(self) -> float:
+    def min_confidence(self, context: DraftContext) -> float:
         """The least chance of a path for which a node pays in this step."""
-        return self._step.row_price
+        return self._row_price(context)
+
+    def _row_price(self, context: DraftContext) -> float:
+        """What one more row of the sequence costs, in tokens."""
+        return self._step.row_price + self._attention_price(context)
+
+    def _attention_price(self, context: DraftContext) -> float:
+        """The part of it that grows with the sequence."""
+        return self._step.rate * self.costs.attention_seconds(len(context.token_ids))
 
     def limits(self, contexts: Sequence[DraftContext], method: str) -> list[int]:
         """Most nodes the method may draft for each; 0 where it rests because it does not pay."""
@@ -132,7 +145,8 @@ class DraftLengthController:
         if habit.bounds.is_fixed:
             return inf if draft else 0.0
         chances = self._acceptance.path_chances(draft, context.sampling.temperature, habit.record)
-        gains = [chance - self._step.row_price for chance in chances if chance > self._step.row_price]
+        price = self._row_price(context)
+        gains = [chance - price for chance in chances if chance > price]
         worth = sum(gains)
         habit.note(worth, 0.15)
         kind = self._class_of(context, method)
@@ -162,15 +176,23 @@ class DraftLengthController:
             if not draft or self._habit(context, draft.source).bounds.is_fixed:
                 kept[i] = list(range(len(draft)))
             else:
-                ranked += [(-chance, i, node) for node, chance in enumerate(self.chances(context, draft))]
+                price = self._attention_price(context)
+                ranked += [(price - chance, i, node) for node, chance in enumerate(self.chances(context, draft))]
         # A child's chance is at most its parent's, and comes behind it among equals: any prefix is a set of trees.
         ranked.sort()
         for _, i, node in ranked[: self._best_size(ranked, sum(map(len, kept)))]:
             kept[i].append(node)
-        return [
+        cut = [
             self._cut(context, draft, sorted(nodes))
             for context, draft, nodes in zip(contexts, drafts, kept, strict=True)
         ]
+        self._step.guess_seconds = self._guess_seconds(contexts, cut)
+        return cut
+
+    def _guess_seconds(self, contexts: Sequence[DraftContext], drafts: Sequence[Draft]) -> float:
+        num_attended = sum(len(draft) * len(context.token_ids) for context, draft in zip(contexts, drafts, strict=True))
+        base = self._step.base
+        return self.costs.seconds(base.plus(sum(map(len, drafts)), num_attended)) - self.costs.seconds(base)
 
     def observe(self, seq_id: int, draft: Draft, path: Sequence[int]) -> None:
         """The target has verified `draft` and followed the nodes of `path`, root first, and none behind them."""
@@ -178,21 +200,25 @@ class DraftLengthController:
         if draft and sequence is not None and draft.source in sequence.habits:
             self._acceptance.learn(draft, path, sequence.temperature, sequence.habits[draft.source].record)
 
-    def end(self, *, num_tokens: int, num_rows: int, seconds: float, is_pure: bool) -> None:
-        """The step took `seconds`, drafting not counted, and committed `num_tokens` tokens of all sequences.
+    def end(self, load: StepLoad, *, num_tokens: int, seconds: float, is_pure: bool) -> None:
+        """The step with this load took `seconds`, drafting not counted, and committed `num_tokens` tokens in all.
 
         `is_pure`: its rows were decoding sequences' and their guesses' alone. Others say nothing about the curve.
         """
         step = self._step
         self._vain_seconds = min(self._vain_seconds + VAIN_SHARE * seconds, 4 * step.plain_seconds)
         if is_pure:
-            self.costs.observe(num_rows, step.num_context_tokens, seconds)
+            self.costs.observe(load, seconds)
             gain = num_tokens / step.num_sequences * step.plain_seconds / (seconds + step.drafting_seconds)
             self._speedup = max(self._speedup + 0.05 * (min(gain, 16.0) - self._speedup), 1.0)
 
-    def saved_seconds(self, num_tokens: int, seconds: float) -> float:
-        """What a sequence that got `num_tokens` from a step of `seconds` was spared against one plain step a token."""
-        return num_tokens * self._step.plain_seconds - seconds
+    def saved_seconds(self, num_tokens: int) -> float:
+        """What a sequence that got `num_tokens` from this step was spared against one plain step a token.
+
+        By what steps cost now, not by how long this one took: a hiccup would have met plain decoding as well.
+        """
+        step = self._step
+        return (num_tokens - 1) * step.plain_seconds - step.guess_seconds - step.drafting_seconds
 
     @property
     def num_sequences(self) -> int:
@@ -223,7 +249,7 @@ class DraftLengthController:
         """How many nodes to ask for. A proposer without confidences cannot know where to stop, so we tell it."""
         if habit.has_confidences or method in MODEL_FREE_METHODS:
             return habit.reach
-        price = self._step.row_price + self._step.rate * self._drafting_cost(method).seconds_per_level
+        price = self._row_price(context) + self._step.rate * self._drafting_cost(method).seconds_per_level
         chances = self._acceptance.chain_chances(method, context.sampling.temperature, habit.reach, habit.record)
         return max(sum(chance > price for chance in chances), 1)
 
@@ -236,13 +262,13 @@ class DraftLengthController:
 
     def _best_size(self, ranked: list[tuple[float, int, int]], num_fixed: int) -> int:
         """How many of the ranked nodes to verify: where tokens gained minus tokens' worth of time is largest."""
-        base = self._step.num_rows + num_fixed
+        base = self._step.base.plus(num_fixed, 0)
         base_seconds = self.costs.seconds(base)
         best_gain = gained = 0.0
         best = 0
         for size, (negated, _, _) in enumerate(ranked, start=1):
             gained -= negated
-            gain = gained - self._step.rate * (self.costs.seconds(base + size) - base_seconds)
+            gain = gained - self._step.rate * (self.costs.seconds(base.plus(size, 0)) - base_seconds)
             if gain > best_gain:
                 best, best_gain = size, gain
         return best
@@ -251,7 +277,7 @@ class DraftLengthController:
         if nodes or not draft:
             return draft.keep(nodes)
         wants_trial = self._acceptance.wants_trial(draft, context.sampling.temperature)
-        if wants_trial and self._spend_in_vain(self._step.row_price / self._step.rate):
+        if wants_trial and self._spend_in_vain(self._row_price(context) / self._step.rate):
             return draft.keep([0])
         return Draft.none("does_not_pay", draft.source)
 

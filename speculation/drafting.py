@@ -12,6 +12,7 @@ from draft.proposer import DraftContext, Features
 from draft.roster import Roster
 from draft.tree import Draft
 from speculation.controller import DraftLengthController
+from speculation.cost_model import StepLoad
 from speculation.sequence import Sequence
 from target.batch import MAX_TREE_SIZE
 
@@ -43,7 +44,7 @@ class Drafting:
         )
 
     def propose(self, ready: Seq[Sequence], num_other_rows: int) -> dict[int, Draft]:
-        """Drafts by seq_id for all that are `ready`; `num_other_rows` rows of this step belong to others.
+        """Drafts by seq_id for all that are `ready`, one row each; `num_other_rows` rows of this step belong to others.
 
         The draft length is the controller's; numbers that a config gives explicitly are taken as they stand.
         """
@@ -52,11 +53,8 @@ class Drafting:
         contexts: list[DraftContext] = []
         most: list[int] = []
         if ready:
-            self._controller.begin(
-                num_sequences=len(ready),
-                num_rows=len(ready) + num_other_rows,
-                num_context_tokens=sum(sequence.num_tokens for sequence in ready),
-            )
+            num_tokens = sum(sequence.num_tokens for sequence in ready)
+            self._controller.begin(StepLoad(len(ready), num_tokens, num_tokens), num_other_rows)
         for sequence in ready:
             if not single_configs(sequence.config):
                 drafts[sequence.seq_id] = Draft.none("disabled")
@@ -85,17 +83,16 @@ class Drafting:
         if token_ids or mine is not None:
             self._roster.commit(sequence.seq_id, token_ids, mine)
 
-    def saved_seconds(self, sequence: Sequence, num_tokens: int, step_seconds: float) -> float:
+    def saved_seconds(self, sequence: Sequence, draft: Draft, num_tokens: int) -> float:
         """Estimated time that guessing spared this sequence in this step, against one plain step a token."""
-        if not single_configs(sequence.config) or not num_tokens:
+        was_ready = draft or draft.skipped is not None
+        if not was_ready or not num_tokens or not single_configs(sequence.config):
             return 0.0
-        return self._controller.saved_seconds(num_tokens, step_seconds)
+        return self._controller.saved_seconds(num_tokens)
 
-    def end(self, *, num_tokens: int, num_rows: int, step_seconds: float, is_pure: bool) -> None:
+    def end(self, load: StepLoad, *, num_tokens: int, step_seconds: float, is_pure: bool) -> None:
         """The step is over; see `DraftLengthController.end`. `step_seconds` includes drafting."""
-        self._controller.end(
-            num_tokens=num_tokens, num_rows=num_rows, seconds=step_seconds - self._seconds, is_pure=is_pure
-        )
+        self._controller.end(load, num_tokens=num_tokens, seconds=step_seconds - self._seconds, is_pure=is_pure)
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence has ended."""

@@ -125,7 +125,7 @@ class Engine:
         self._move_accepted(batch, verdicts)
         now = self._clock()
         outputs = [
-            self._commit(rows, verdict, sampled, forward, now, now - started)
+            self._commit(rows, verdict, sampled, forward, now)
             for rows, verdict in zip(batch.rows, verdicts, strict=True)
         ]
         self._note_step(plan, outputs, self._clock() - started)
@@ -211,7 +211,6 @@ class Engine:
         sampled: SampledRows,
         forward: ForwardOutput,
         now: float,
-        step_seconds: float,
     ) -> SequenceOutput | None:
         """Append what was verified, keep the pool true to it, and tell the proposer and the client."""
         scheduled, sequence = rows.scheduled, rows.scheduled.sequence
@@ -226,7 +225,7 @@ class Engine:
             token_ids = self._truncate(sequence, verdict)
             path = verdict.path[: len(token_ids)]
             self._note_draft(sequence, scheduled.draft, path)
-            sequence.counters.saved_seconds += self._drafting.saved_seconds(sequence, len(token_ids), step_seconds)
+            sequence.counters.saved_seconds += self._drafting.saved_seconds(sequence, scheduled.draft, len(token_ids))
             sequence.append(token_ids)
             sequence.num_computed_tokens += max(len(token_ids) - 1, 0)
         self.pool.trim(sequence.table, max(sequence.num_tokens, sequence.num_computed_tokens))
@@ -241,13 +240,13 @@ class Engine:
     def _note_step(self, plan: StepPlan, outputs: list[SequenceOutput | None], seconds: float) -> None:
         self._counters.note_step(seconds)
         num_tokens = sum(len(output.token_ids) for output in outputs if output is not None)
-        num_rows = sum(scheduled.num_chain + len(scheduled.draft) for scheduled in plan.scheduled)
+        load = plan.load
         is_pure = bool(plan.scheduled) and all(s.num_chain == 1 and s.completes for s in plan.scheduled)
         if is_pure:
             self._counters.decode.note(num_tokens, seconds)
         elif plan.scheduled:
-            self._counters.prefill.note(num_rows, seconds)
-        self._drafting.end(num_tokens=num_tokens, num_rows=num_rows, step_seconds=seconds, is_pure=is_pure)
+            self._counters.prefill.note(load.num_rows, seconds)
+        self._drafting.end(load, num_tokens=num_tokens, step_seconds=seconds, is_pure=is_pure)
 
     def _note_chunk(self, sequence: Sequence, num_chain: int, now: float) -> None:
         if sequence.counters.prefill_end is None:

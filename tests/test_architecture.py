@@ -18,7 +18,14 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 
 MAY_IMPORT = {
-    "service": {"service", "speculation.messages", "speculation.framing", "speculation.settings", "cache_store"},
+    "service": {
+        "service",
+        "speculation.messages",
+        "speculation.framing",
+        "speculation.recording",
+        "speculation.settings",
+        "cache_store",
+    },
     "speculation": {"speculation", "draft", "target", "cache_store"},
     "draft": {"draft", "target", "cache_store"},
     "target": {"target"},

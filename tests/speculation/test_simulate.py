@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from draft.config import FirstConfig, NgramConfig, NoSpeculation, PredictionConfig, SuffixConfig
 from draft.tree import Draft
-from speculation.simulate import Recording, Simulator, follow, main, parse_config, parse_curve, read_log, simulate
+from speculation.recording import Recording, read_log
+from speculation.simulate import Simulator, follow, main, parse_config, parse_curve, simulate
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 FLAT = "1:5,64:5"
