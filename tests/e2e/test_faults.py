@@ -127,14 +127,17 @@ async def test_a_termination_has_a_deadline(own_server: Server) -> None:
         os.kill(pid, 0)
 
 
-def test_a_front_that_is_killed_leaves_no_engine(own_server: Server) -> None:
-    """When the front is killed outright, its engine ends by itself."""
+def test_a_front_that_is_killed_leaves_nothing(own_server: Server) -> None:
+    """When the front is killed outright, its engine ends by itself, and no folder of theirs is left."""
     pid = own_server.engine_pid()
+    command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    socket = Path(command[command.index("--socket") + 1])
     own_server.stop(signal.SIGKILL)
     deadline = time.monotonic() + 30
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    assert not socket.parent.exists()
 
 
 async def test_a_reader_that_stalls_holds_back_nobody(server: Server) -> None:
