@@ -81,6 +81,7 @@ def test_an_answer_streams_in_colours(page: Page) -> None:
     assert "guesses right (100 %)" in note
     assert "seed 5" in note
     counters = {one.get_attribute("data-counter"): one.text for one in page.find("[data-counter]")}
+    assert counters.keys() == {"speed", "acceptance", "ttft", "saved"}
     assert counters["acceptance"] == "3.00"
     assert counters["ttft"].endswith("ms")
     ActionChains(page.browser).move_to_element(guess).perform()
@@ -218,6 +219,7 @@ def test_an_experiment_is_watched_and_promoted(page: Page, scripted: ScriptedSer
     assert read_look(page) == newest - 40
     assert {"plain", "ngram-8"} <= set(page.text("[aria-label=Arms] tbody").split())
     assert "is at most 200 % worse than plain's holds" in page.text("[aria-label=Guardrails]")
+    assert page.nameless() == []
     page.button("Promote ngram-8").click()
     page.one("dialog button.primary").click()
     page.until(lambda: page.text(".experiment .heading .chip") == "promoted")
@@ -247,6 +249,28 @@ def test_a_service_with_keys_asks_for_one(browser: Chrome, tmp_path: Path) -> No
         page.open("engine")
         page.until(lambda: "is for operators" in page.text("#engine"))
         assert all("401" in one or "403" in one for one in page.complaints())
+
+
+def test_who_listens_is_told_everything(page: Page) -> None:
+    """Every control, picture and landmark of each view has a name, in dialogs too, and the end of an answer is said."""
+    page.open()
+    page.one("#compare").click()
+    page.choose(".settings select", "custom")
+    page.ask("The quick brown fox")
+    page.answers()
+    page.until(lambda: page.announced().startswith("Same text, all"))
+    assert page.nameless() == []
+    page.one("#compare").click()
+    page.ask("The quick brown fox")
+    page.answers()
+    page.until(lambda: page.announced().startswith("Answer finished, "))
+    page.open("engine")
+    page.until(lambda: page.find(".tile"))
+    assert page.nameless() == []
+    page.open("experiments")
+    page.button("New experiment").click()
+    page.until(lambda: page.find("dialog[open]"))
+    assert page.nameless() == []
 
 
 def test_light_and_dark_follow_the_system(page: Page) -> None:

@@ -216,6 +216,28 @@ async def test_an_audit_that_diverges_ends_the_experiment() -> None:
     assert "changed the output" in ended.ended_because
 
 
+@pytest.mark.parametrize("is_promotion", [False, True])
+async def test_the_last_requests_count_if_they_end_soon(is_promotion: bool) -> None:
+    """What was in flight at the end counts within the grace and not after it; a divergence counts however late."""
+    clock = Clock()
+    experiments = front(MemoryExperimentStore(), clock)
+    await experiments.create(definition())
+    law = Law(1)
+    in_flight = [(known, experiments.assign(known)) for known in map(law.facts, range(3))]
+    key = experiments.book.experiments["lookup"].tally_key
+    await (experiments.promote("lookup", "ngram-8") if is_promotion else experiments.stop("lookup"))
+    counts = []
+    for seconds, (known, assigned) in zip((1.0, managers.GRACE_SECONDS - 1.0, 1.0), in_flight, strict=True):
+        clock.now += seconds
+        assert assigned is not None
+        experiments.observe(assigned, law.outcome(known, assigned.request.place.arm))
+        experiments.observe_audit(assigned, diverged=True)
+        await look(experiments)
+        tally = await experiments._store.tally(key)
+        counts.append([sum(tally.count(arm, what) for arm in (0, 1)) for what in ("finished", "diverged")])
+    assert counts == [[1, 1], [2, 2], [2, 3]]
+
+
 async def test_profiles_of_the_settings_are_there_and_yield_to_live_ones() -> None:
     """Profiles of the file are in the store after the start; what was changed or deleted live stays so."""
     store = MemoryExperimentStore()
