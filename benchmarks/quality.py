@@ -1,4 +1,4 @@
-"""What quantising costs in quality: the native step against float32, on the model's own answers.
+"""What quantising costs in quality: the native step, or fp8 through torch, against float32, on the model's own answers.
 
 `python -m benchmarks.quality` answers questions greedily with the float32 torch path's quantised sibling, then lets
 both read the same answers, and compares their next-token distributions position by position: how often the most likely
@@ -58,23 +58,32 @@ def main() -> None:
     writer = load_native_runner(config, folder, num_blocks=num_blocks)
     texts = list(_answered(writer, config, prompts, options.positions))
     writer.close()
-    reference = TorchRunner(
+    reference = _torch_runner(folder, config, num_blocks, "none")
+    expected = [_logits(reference, *text) for text in texts]
+    results = []
+    for quantization in options.quantization.split(","):
+        if quantization == "fp8":
+            results.append(_compared("fp8", _torch_runner(folder, config, num_blocks, "fp8"), texts, expected))
+        else:
+            runner = load_native_runner(config, folder, num_blocks=num_blocks, quantization=quantization)
+            results.append(_compared(quantization, runner, texts, expected))
+            runner.close()
+        print(_line(results[-1]))
+    if options.json is not None:
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(results)))
+
+
+def _torch_runner(folder: Path, config: ModelConfig, num_blocks: int, quantization: str) -> TorchRunner:
+    """In float32; 8-bit floats are multiplied by whatever torch has for this processor."""
+    return TorchRunner(
         config,
         load_weights(folder, config, torch.float32),
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
-        max_model_len=length,
+        max_model_len=MAX_PROMPT + ANSWER_TOKENS,
         device=torch.device("cpu"),
+        quantization=quantization,
     )
-    expected = [_logits(reference, *text) for text in texts]
-    results = []
-    for quantization in options.quantization.split(","):
-        runner = load_native_runner(config, folder, num_blocks=num_blocks, quantization=quantization)
-        results.append(_compared(quantization, runner, texts, expected))
-        runner.close()
-        print(_line(results[-1]))
-    if options.json is not None:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(results)))
 
 
 def _options() -> argparse.Namespace:
@@ -82,7 +91,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; the embedded model where absent")
     parser.add_argument("--questions", type=Path, default=SMALL, help="JSON lines of questions")
     parser.add_argument("--positions", type=int, default=1000, help="tokens of answers to compare at")
-    parser.add_argument("--quantization", default="q4,int8,none", help="which, separated by commas")
+    parser.add_argument("--quantization", default="q4,int8,none", help="which, separated by commas; fp8 through torch")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     return parser.parse_args()
 

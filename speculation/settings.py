@@ -55,8 +55,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(description="which code runs the model; auto takes the fastest that fits the device"),
     ] = "auto"
     quantization: Annotated[
-        Literal["auto", "none", "int8", "q4"],
-        Meta(description="how weights are stored; auto keeps what the backend does best without loss of quality"),
+        Literal["auto", "none", "int8", "q4", "fp8"],
+        Meta(
+            description="how weights are stored; auto keeps what the backend does best without loss of quality; "
+            "int8 and q4 are for a CPU, fp8 for CUDA devices of compute capability 8.9 and later"
+        ),
     ] = "auto"
     num_threads: Annotated[
         PositiveInt | None,

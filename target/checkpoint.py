@@ -96,19 +96,30 @@ def weight_files(model_dir: Path) -> list[str]:
 
 
 def load_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
-    """The weights of the model in `model_dir` as `dtype`, on the CPU, q/k/v and gate/up each laid into one matrix."""
+    """The weights of the model in `model_dir` as `dtype`, on the CPU, q/k/v and gate/up each laid into one matrix.
+
+    Its layers are read when they are gone through; `CheckpointError` for one of them is raised there.
+    """
     with Checkpoint(model_dir) as checkpoint:
         hidden, vocab = config.hidden_size, config.vocab_size
         embed = checkpoint.read("model.embed_tokens.weight", (vocab, hidden)).to(dtype, copy=True)
         head = embed
         if not config.tie_word_embeddings:
             head = checkpoint.read("lm_head.weight", (vocab, hidden)).to(dtype, copy=True)
-        return ModelWeights(
-            embed=embed,
-            layers=[_load_layer(checkpoint, config, f"model.layers.{i}.", dtype) for i in range(config.num_layers)],
-            norm=checkpoint.read("model.norm.weight", (hidden,)).to(dtype, copy=True),
-            lm_head=head,
-        )
+        norm = checkpoint.read("model.norm.weight", (hidden,)).to(dtype, copy=True)
+    return ModelWeights(embed=embed, layers=_LayersOnDisk(model_dir, config, dtype), norm=norm, lm_head=head)
+
+
+class _LayersOnDisk:
+    """A folder's layers, read anew by whoever goes through them: a model need never be whole beside its packed form."""
+
+    def __init__(self, model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._dir, self._config, self._dtype = model_dir, config, dtype
+
+    def __iter__(self) -> Iterator[LayerWeights]:
+        with Checkpoint(self._dir) as checkpoint:
+            for i in range(self._config.num_layers):
+                yield _load_layer(checkpoint, self._config, f"model.layers.{i}.", self._dtype)
 
 
 def _load_layer(checkpoint: Checkpoint, config: ModelConfig, prefix: str, dtype: torch.dtype) -> LayerWeights:

@@ -16,8 +16,13 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 WeightAndBias = tuple[torch.Tensor, torch.Tensor | None]
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 """From a weight, [outputs, inputs], and perhaps a bias, [outputs]."""
+Library = tuple[str, MakeLinear]
+"""Who computes, by name."""
 
 CANDIDATE_ROWS = (*range(4, 17), 20, 24, 28, 32, 40, 48, 64, 96, 128, 192, 256)
+TILE_ROWS = (16, 32, 64, 128, 256)
+"""Candidates for matrix units that compute sixteen rows at a time: so many cost what one costs where weights dominate,
+and plain decoding and verifying run the same kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +52,30 @@ def choose_products(
     device: torch.device,
     max_rows: int,
     candidates: tuple[int, ...] = CANDIDATE_ROWS,
+    libraries: Sequence[Library] = (),
 ) -> Products:
-    """The fastest library whose rows are independent for such linears, with those of `candidates` up to `max_rows`.
+    """The first library whose rows are independent for such linears, with those of `candidates` up to `max_rows`.
 
-    Where none is found stable, one fixed count: rows then run through the same kernel always, which is not verified
-    to treat all rows of a tile alike.
+    `libraries`: fastest first; by default those that compute in the weights' own precision. Where none is found stable,
+    the last with one fixed count: rows then run through the same kernel always, which is not verified to treat all rows
+    of a tile alike.
     """
-    libraries = [("oneDNN", packed_linear)] if can_pack(linears[0][0].dtype, device) else []
-    for library, make in [*libraries, ("torch", plain_linear)]:
+    libraries = libraries or unquantised_libraries(linears[0][0].dtype, device)
+    for library, make in libraries:
         counts = tuple(count for count in candidates if count <= max_rows)
         for weight, bias in linears:
             compute = make(weight.to(device), None if bias is None else bias.to(device))
             counts = stable_row_counts(compute, weight.shape[1], counts, weight.dtype, device)
         if REFERENCE_ROWS in counts:
             return Products(library, _tiled(make, counts[-1]), RowCounts(counts), stable=True)
-    return Products("torch", _tiled(plain_linear, REFERENCE_ROWS), RowCounts((REFERENCE_ROWS,)), stable=False)
+    library, make = libraries[-1]
+    return Products(library, _tiled(make, REFERENCE_ROWS), RowCounts((REFERENCE_ROWS,)), stable=False)
+
+
+def unquantised_libraries(dtype: torch.dtype, device: torch.device) -> list[Library]:
+    """Those that compute in `dtype` on `device`, fastest first."""
+    packed: list[Library] = [("oneDNN", packed_linear)] if can_pack(dtype, device) else []
+    return [*packed, ("torch", plain_linear)]
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from target.checkpoint import load_weights
 from target.config import ModelConfig
+from target.fp8 import require_fp8
 from target.hf_config import read_config
 from target.native.load import NativeUnsupported, load_native_runner, unsupported_reason
 from target.runner import Runner
@@ -39,7 +40,8 @@ def load_runner(
 
     `device` auto is CUDA where there is one, else the CPU; `dtype` auto is bfloat16 on CUDA, else float32.
     `backend` auto is Triton on CUDA, and the native step on a CPU where processor and model allow it, else torch; the
-    runner's description says which and why. `quantization`: see `target.native.load`; the others have "none" alone.
+    runner's description says which and why. `quantization`: see `target.native.load` for a CPU; the others have "none",
+    and on CUDA `fp8` (see `target.fp8`), which "auto" does not choose.
     `num_threads`: of the native step, by default one for every core; torch has a setting of its own.
     `max_model_len`: positions to serve, at most the model's own (the default).
     Raises `CheckpointError` for what is on disk, `ValueError` for the arguments.
@@ -51,6 +53,8 @@ def load_runner(
     if not 1 <= length <= config.max_model_len:
         raise ValueError(f"max_model_len is {length}; the model has positions for 1 to {config.max_model_len}")
     place = _device(device)
+    if quantization == "fp8":
+        require_fp8(torch.device("cpu") if backend == "native" else place, _dtype(dtype, place))
     reason = ""
     if _wants_native(place, dtype, backend):
         try:
@@ -69,11 +73,20 @@ def load_runner(
             if backend == "native":
                 raise
             reason = f"; not the native step: {unsupported}"
-    if quantization not in {"auto", "none"}:
-        raise ValueError(f"quantization is {quantization!r}; torch computes unquantised{reason}")
+    if quantization not in {"auto", "none", "fp8"}:
+        fitting = "'auto', 'none' or 'fp8'" if place.type == "cuda" else "'auto' or 'none'"
+        raise ValueError(f"quantization is {quantization!r}; without the native step it must be {fitting}{reason}")
     weights = load_weights(model_dir, config, _dtype(dtype, place))
     make = _runner_of(backend, place, weights.embed.dtype)
-    chosen = make(config, weights, num_blocks=num_blocks, block_size=block_size, max_model_len=length, device=place)
+    chosen = make(
+        config,
+        weights,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=length,
+        device=place,
+        quantization="fp8" if quantization == "fp8" else "none",
+    )
     chosen.description += reason
     return chosen
 

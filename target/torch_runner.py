@@ -10,8 +10,9 @@ from target.attention import KEY_BLOCK, AttentionBackend, HeadLayout, TorchAtten
 from target.batch import ForwardBatch, ForwardOutput, IntArray
 from target.config import ModelConfig
 from target.decoder import Decoder
+from target.fp8 import fp8_library
 from target.kv_pool import KVPool
-from target.linear import choose_products
+from target.linear import TILE_ROWS, Products, choose_products
 from target.operations import TorchOperations
 from target.rope import RotaryTable
 from target.row_stability import stable_operations, stable_tiles
@@ -22,8 +23,8 @@ class TorchRunner:
     """See `target.runner.Runner`. Every product runs for row counts that were found stable when it was made.
 
     `weights` are packed for this processor; the runner keeps no reference to them but the embedding.
-    `max_model_len`: positions to serve, at most the model's. `make_attention`: another backend, of the pool, its heads
-    and the window.
+    `max_model_len`: positions to serve, at most the model's. `quantization`: of the layers' matrices, "none" or "fp8".
+    `make_attention`: another backend, of the pool, its heads and the window.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class TorchRunner:
         block_size: int,
         max_model_len: int,
         device: torch.device,
+        quantization: str = "none",
         make_attention: Callable[[KVPool, HeadLayout, int | None], AttentionBackend] | None = None,
     ) -> None:
         dtype = weights.embed.dtype
@@ -50,10 +52,8 @@ class TorchRunner:
             dtype=dtype,
             device=device,
         )
-        first = weights.layers[0]
         with torch.inference_mode():
-            linears = [(first.qkv, first.qkv_bias), *((w, None) for w in (first.output, first.gate_up, first.down))]
-            body = choose_products(linears, device, max_rows=256)
+            body = _layer_products(weights, device, quantization)
             head = choose_products([(weights.lm_head, None)], device, max_rows=32)
             tiles = stable_tiles(heads.queries_per_kv, heads.head_size, KEY_BLOCK, compute_dtype(dtype), device)
             self._decoder = Decoder(
@@ -99,3 +99,11 @@ class TorchRunner:
         padded = torch.zeros(size, dtype=torch.int64)
         padded[: len(ids)] = torch.from_numpy(ids)
         return padded.to(self.device, non_blocking=True)
+
+
+def _layer_products(weights: ModelWeights, device: torch.device, quantization: str) -> Products:
+    """Tried on the first layer, which is let go of again."""
+    linears = next(iter(weights.layers)).linears
+    if quantization == "fp8":
+        return choose_products(linears, device, 256, TILE_ROWS, [fp8_library()])
+    return choose_products(linears, device, max_rows=256)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,11 @@ class LayerWeights:
     down: torch.Tensor
     """[E, F]"""
 
+    @property
+    def linears(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Each matrix with its bias."""
+        return [(self.qkv, self.qkv_bias), *((matrix, None) for matrix in (self.output, self.gate_up, self.down))]
+
 
 @dataclass(slots=True)
 class ModelWeights:
@@ -37,7 +43,8 @@ class ModelWeights:
 
     embed: torch.Tensor
     """[vocabulary, E]"""
-    layers: list[LayerWeights]
+    layers: Iterable[LayerWeights]
+    """First to last, as often as asked. A folder's are read on the way, so that few exist at a time: keep none."""
     norm: torch.Tensor
     """[E]"""
     lm_head: torch.Tensor

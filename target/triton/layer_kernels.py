@@ -32,3 +32,24 @@ def gated_kernel(negated, out, F: tl.constexpr, BLOCK: tl.constexpr):
     up = tl.load(negated + row * 2 * F + F + i, mask=there, other=0.0).to(tl.float32)
     result = gate * up / (tl.exp(gate) + 1.0)
     tl.store(out + row * F + i, result.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def quantise_kernel(
+    x,  # [n, K]
+    quantised,  # 8-bit floats [n, K]
+    scales,  # float32 [n]
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    K: tl.constexpr,
+    K_PAD: tl.constexpr,
+):
+    """One row so scaled that its largest number is the type's largest, and what undoes that."""
+    row = tl.program_id(0)
+    at = row.to(tl.int64) * K
+    i = tl.arange(0, K_PAD)
+    there = i < K
+    wide = tl.load(x + at + i, mask=there, other=0.0).to(tl.float32)
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(wide), axis=0), SMALLEST), LARGEST)
+    tl.store(scales + row, scale)
+    tl.store(quantised + at + i, tl.div_rn(wide, scale).to(quantised.dtype.element_ty), mask=there)

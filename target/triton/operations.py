@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import triton
 
-from target.triton.layer_kernels import gated_kernel, norm_kernel
+from target.fp8 import FP8, LARGEST, SMALLEST
+from target.triton.layer_kernels import gated_kernel, norm_kernel, quantise_kernel
 
 GATED_BLOCK = 1024
 
@@ -26,6 +27,25 @@ class TritonOperations:
         return out
 
 
+def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `target.fp8.QuantiseRows`."""
+    num_rows, size = x.shape
+    quantised = torch.empty_like(x, dtype=FP8)
+    scales = torch.empty((num_rows, 1), dtype=torch.float32, device=x.device)
+    padded = triton.next_power_of_2(size)
+    quantise_kernel[(num_rows,)](
+        x,
+        quantised,
+        scales,
+        LARGEST=LARGEST,
+        SMALLEST=SMALLEST,
+        K=size,
+        K_PAD=padded,
+        num_warps=_num_warps(padded),
+    )
+    return quantised, scales
+
+
 def _norm(x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     num_rows, size = x.shape
     out = torch.empty_like(x)
@@ -39,6 +59,11 @@ def _norm(x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps
         E=size,
         E_PAD=padded,
         ADD=delta is not None,
-        num_warps=min(max(padded // 512, 1), 16),
+        num_warps=_num_warps(padded),
     )
     return out
+
+
+def _num_warps(padded: int) -> int:
+    """For a program that holds a row of so many numbers."""
+    return min(max(padded // 512, 1), 16)

@@ -10,23 +10,22 @@ from target.batch import ForwardBatch, ForwardOutput, IntArray
 from target.config import ModelConfig
 from target.cuda_graphs import Outputs, StepGraphs
 from target.decoder import Decoder
+from target.fp8 import fp8_library
 from target.kv_pool import KVPool
-from target.linear import choose_products
+from target.linear import TILE_ROWS, Products, choose_products
 from target.rope import RotaryTable
 from target.triton.attention import TritonAttention
-from target.triton.operations import TritonOperations
+from target.triton.operations import TritonOperations, quantise_rows
 from target.weights import ModelWeights
 
-ROW_COUNTS = (16, 32, 64, 128, 256)
-"""Padded numbers of rows that products are tried for. The smallest costs what one row costs, where weights dominate,
-and lets plain decoding and verifying run the same kernels."""
 MAX_GRAPH_ROWS = 256
 
 
 class TritonRunner:
     """See `target.runner.Runner`. One copy brings a step's integers to the device; logits stay there.
 
-    `max_model_len`: positions to serve, at most the model's. `use_graphs`: on CUDA; elsewhere there are none.
+    `max_model_len`: positions to serve, at most the model's. `quantization`: of the layers' matrices, "none" or "fp8".
+    `use_graphs`: on CUDA; elsewhere there are none.
     Raises `ValueError` for a precision without kernels.
     """
 
@@ -39,6 +38,7 @@ class TritonRunner:
         block_size: int,
         max_model_len: int,
         device: torch.device,
+        quantization: str = "none",
         use_graphs: bool = True,
     ) -> None:
         dtype = weights.embed.dtype
@@ -55,11 +55,9 @@ class TritonRunner:
         )
         heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_size)
         self._attention = TritonAttention(self.kv_pool, heads, window=config.sliding_window)
-        first = weights.layers[0]
         with torch.inference_mode():
-            linears = [(first.qkv, first.qkv_bias), *((w, None) for w in (first.output, first.gate_up, first.down))]
-            body = choose_products(linears, device, max_rows=256, candidates=ROW_COUNTS)
-            head = choose_products([(weights.lm_head, None)], device, max_rows=64, candidates=ROW_COUNTS)
+            body = _layer_products(weights, device, quantization)
+            head = choose_products([(weights.lm_head, None)], device, 64, TILE_ROWS)
             rotary = RotaryTable(config, max_model_len, dtype, device)
             self._decoder = Decoder(config, weights, rotary, body.make, TritonOperations(), device)
             self._head = head.make(weights.lm_head.to(device), None)
@@ -101,3 +99,9 @@ class TritonRunner:
             logits[:num_wanted].to(torch.float32, copy=True),
             None if features is None else features[:num_new].to(torch.float32, copy=True),
         )
+
+
+def _layer_products(weights: ModelWeights, device: torch.device, quantization: str) -> Products:
+    """Tried on the first layer, which is let go of again."""
+    libraries = [fp8_library(quantise_rows)] if quantization == "fp8" else ()
+    return choose_products(next(iter(weights.layers)).linears, device, 256, TILE_ROWS, libraries)

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from target.embedded import embedded_model_dir
+from tests.target.fp8_product import scaled_product
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 211,
@@ -48,6 +49,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def device_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8-bit products as a device has them: torch's own run on some CPUs only, and take there what a device does not."""
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_product)
 
 
 SaveModel = Callable[..., tuple[Path, Any]]

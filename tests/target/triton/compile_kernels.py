@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import triton
@@ -11,7 +12,7 @@ from triton.compiler import ASTSource
 from target.triton import attention_kernels, layer_kernels, sampling_kernels
 
 
-def compile_kernel(kernel: Any, types: str, constants: dict[str, int], **options: int) -> None:
+def compile_kernel(kernel: Any, types: str, constants: Mapping[str, float], **options: int) -> None:
     given = iter(types.split())
     signature = {name: "constexpr" if name in constants else next(given) for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constexprs=constants)
@@ -44,6 +45,12 @@ for norm in (True, False):
     )
 compile_kernel(layer_kernels.norm_kernel, "*bf16 *bf16 *bf16 *bf16 fp32", {"E": 576, "E_PAD": 1024, "ADD": True})
 compile_kernel(layer_kernels.gated_kernel, "*bf16 *bf16", {"F": 14336, "BLOCK": 1024})
+compile_kernel(
+    layer_kernels.quantise_kernel,
+    "*bf16 *fp8e4nv *fp32",
+    {"K": 14336, "K_PAD": 16384, "LARGEST": 448.0, "SMALLEST": 1e-12},
+    num_warps=16,
+)
 compile_kernel(sampling_kernels.maxima_kernel, "*fp32 i32 *fp32 *fp32 i32 i32", {"PART": 2048})
 compile_kernel(
     sampling_kernels.choose_kernel,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from target import fp8
 from target.attention import HeadLayout
 from target.operations import Operations, TorchOperations
 from target.rope import Rotation
 from target.sampling import SamplingRow, choose
 from target.sampling_params import SamplingParams
 from target.triton.attention import TritonAttention
-from target.triton.operations import TritonOperations
+from target.triton.operations import TritonOperations, quantise_rows
 from target.triton.sampling import PART, choose_unfiltered
 from tests.target.triton.conftest import Case, Entry
 
@@ -47,6 +48,21 @@ def test_rows_of_operations_are_independent() -> None:
     operations = TritonOperations()
     assert torch.equal(operations.normed(x, weight, 1e-5)[2:3], operations.normed(x[2:3], weight, 1e-5))
     assert torch.equal(operations.gated(x)[2:3], operations.gated(x[2:3]))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_rows_are_quantised_as_torch_does(dtype: torch.dtype) -> None:
+    """Scales of rows of any size and of zeros, and numbers that need no rounding, are those of the specification.
+
+    Rounding is the device's: the interpreter's own takes a number just below a power of two for half of it.
+    """
+    steps = numbers(5, 200).mul_(40).to(fp8.FP8).float()
+    steps[:, 0] = fp8.LARGEST
+    steps[3] = 0
+    x = (steps * torch.tensor([0.5, 2.0**-7, 1.0, 1.0, 64.0])[:, None]).to(dtype)
+    ours, theirs = quantise_rows(x), fp8.quantise_rows(x)
+    assert torch.equal(ours[0].float(), theirs[0].float())
+    assert torch.equal(ours[1], theirs[1])
 
 
 @pytest.mark.parametrize("has_norms", [True, False])

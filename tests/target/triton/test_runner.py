@@ -51,6 +51,24 @@ def test_rows_of_a_decoder_are_independent() -> None:
     assert torch.equal(among[3], whole[19])
 
 
+@pytest.mark.usefixtures("device_product")
+def test_a_quantised_decoder_is_near_the_float_one() -> None:
+    """With 8-bit weights a prompt's logits are near those without, and bitwise the same in chunks."""
+    config = msgspec.structs.replace(CONFIG, hidden_size=64, intermediate_size=96)
+    weights, device = tiny_weights(config, dtype=torch.float32), torch.device("cpu")
+    whole, fp8 = (
+        TritonRunner(
+            config, weights, num_blocks=20, block_size=16, max_model_len=256, device=device, quantization=quantization
+        )
+        for quantization in ("none", "fp8")
+    )
+    assert "products by fp8" in fp8.description
+    ids = tokens(20, seed=1, vocab_size=61)
+    theirs, ours = (in_chunks(runner, ids, 20, [1, 2]) for runner in (whole, fp8))
+    assert 0.001 < (ours - theirs).std() / theirs.std() < 0.5
+    assert torch.equal(in_chunks(fp8, ids, 7, [3, 4]), ours)
+
+
 def test_results_outlive_the_next_step() -> None:
     """Logits that a caller keeps are not overwritten by the step that follows."""
     runner = runner_of(TritonRunner)
