@@ -27,7 +27,7 @@ def body(number: int, **changes: Any) -> dict[str, Any]:
         "seed": number,
         "cache_salt": "slow",
         "ignore_eos": True,
-        "max_tokens": 90 + number % 7,
+        "max_tokens": 180 + number % 7,
         "logprobs": 1,
         "return_token_ids": True,
         "stream_options": {"include_usage": True},
@@ -81,7 +81,7 @@ async def test_a_stream_outlives_its_engine(start_service: StartService, number:
         pid = hit(service, number)
         text = "".join(begun) + await response.text()
     assert summary(parse_events(text)) == undisturbed
-    assert undisturbed["logprobs"] == undisturbed["usage"][1] == len(undisturbed["token_ids"]) == 91
+    assert undisturbed["logprobs"] == undisturbed["usage"][1] == len(undisturbed["token_ids"]) == 181
     await until_all_serve(service)
     assert pid not in {supervisor.pid for supervisor in service.supervisors}
     await service.until_idle()
@@ -114,9 +114,9 @@ async def test_with_one_engine_a_stream_waits_for_its_restart(start_service: Sta
 
 async def test_a_websocket_outlives_an_engine(start_service: StartService) -> None:
     """Several generations on one socket go on when engines die: every token once, in order, with its logprob."""
-    service = await start_service(pool=TWO)
+    service = await start_service(pool=TWO, max_model_len=512)
     await until_all_serve(service)
-    requests = {f"{number}": {**body(number), "stream_options": None} for number in range(6)}
+    requests = {f"{number}": body(number, max_tokens=300, stream_options=None) for number in range(6)}
 
     async def run(kill: bool) -> dict[str, list[Any]]:
         tokens: dict[str, list[Any]] = {name: [] for name in requests}
@@ -128,8 +128,7 @@ async def test_a_websocket_outlives_an_engine(start_service: StartService) -> No
                 async with asyncio.timeout(30):
                     message = json.loads(await socket.receive_str())
                 num_seen += message["type"] == "tokens"
-                if kill and num_seen in {40, 90}:
-                    await until_all_serve(service)
+                if kill and message["type"] == "tokens" and num_seen in {40, 90}:
                     hit(service, signal.SIGKILL)
                 if message["type"] == "tokens":
                     tokens[message["id"]] += [(token["id"], token["logprob"]) for token in message["tokens"]]
@@ -153,7 +152,9 @@ async def test_killing_under_load_changes_no_answer(start_service: StartService)
     num_hit = 0
     while not asking.done():
         await asyncio.wait({asking}, timeout=rng.uniform(0.3, 0.8))
-        if not asking.done() and len(service.front.client.serving) == 2:
+        # Engines may be done before their streams are read to the end.
+        is_busy = any(member.flights for member in service.front.client.serving)
+        if is_busy and len(service.front.client.serving) == 2:
             hit(service, rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]))
             num_hit += 1
     assert await asking == wanted

@@ -181,7 +181,7 @@ async def test_a_termination_drains(start_service: StartService, start_engine: S
     asking = asyncio.create_task(ask(service, body(6)))
     await service.until(lambda: num_running(service) == 1)
     engine.send(signal.SIGTERM)
-    assert (await asking)["usage"][1] == 96
+    assert (await asking)["usage"][1] == 186
     async with asyncio.timeout(20):
         assert await engine.process.wait() == 0
     store = RedisStore(pool.store, namespace=pool.namespace, timeout_seconds=2.0)
