@@ -125,9 +125,12 @@ async def test_a_termination_has_a_deadline(own_server: Server) -> None:
         os.kill(pid, 0)
 
 
-def test_a_front_that_is_killed_leaves_no_engine(own_server: Server) -> None:
-    """When the front is killed outright, its engine ends by itself."""
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_front_that_is_killed_leaves_no_engine(own_server: Server, hangs: bool) -> None:
+    """When the front is killed outright, its engine ends, too, even one that is stopped and sees nothing."""
     pid = own_server.engine_pid()
+    if hangs:
+        os.kill(pid, signal.SIGSTOP)
     own_server.stop(signal.SIGKILL)
     deadline = time.monotonic() + 30
     while Path(f"/proc/{pid}").exists():
