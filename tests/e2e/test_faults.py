@@ -127,11 +127,14 @@ async def test_a_termination_has_a_deadline(own_server: Server) -> None:
         os.kill(pid, 0)
 
 
-def test_a_front_that_is_killed_leaves_nothing(own_server: Server) -> None:
-    """When the front is killed outright, its engine ends by itself, and no folder of theirs is left."""
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_front_that_is_killed_leaves_nothing(own_server: Server, hangs: bool) -> None:
+    """When the front is killed outright, its engine ends, even one that hangs, and no folder of theirs is left."""
     pid = own_server.engine_pid()
     command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     socket = Path(command[command.index("--socket") + 1])
+    if hangs:
+        os.kill(pid, signal.SIGSTOP)
     own_server.stop(signal.SIGKILL)
     deadline = time.monotonic() + 30
     while Path(f"/proc/{pid}").exists():
