@@ -21,8 +21,10 @@ RECENT = 9
 """Steps that say how fast the machine is now."""
 AGREEING = 5
 """Steps with as many rows that say by how much the curve is off there."""
-RATE = 0.2
-"""Share of that which is taken over at each further one."""
+FAST, SLOW = 0.3, 0.05
+"""Share of that which is taken over at each further one, at first and when some hundred have been seen."""
+STALE = 0.02
+"""By how much, in logs, the curve may lag behind what was learned: drawing it anew takes time."""
 
 
 class StepLoad(NamedTuple):
@@ -55,6 +57,7 @@ class StepCostModel:
         self._log_shape = [log(1 + 0.03 * (rows - 1)) for rows in KNOTS]
         """Before anything is known one more row costs three hundredths of the first."""
         self._num_seen = [0] * len(KNOTS)
+        """Steps of each knot, those of the start not counted."""
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
         """Of the last steps the knot, and the log of how long they took against what the curve says."""
         self._surprises = [deque[float](maxlen=AGREEING) for _ in KNOTS]
@@ -62,6 +65,7 @@ class StepCostModel:
         self._context_price = 0.0
         self._attended_price = 0.0
         self._curve: list[float] = []
+        self._undrawn = 0.0
         self._pace = 0.01
         self._redraw()
 
@@ -85,7 +89,7 @@ class StepCostModel:
         self._pace = known[0][1]
         self._context_price, self._attended_price = context_price / self._pace, attended_price / self._pace
         self._log_shape = [log(_interpolate(known, rows) / self._pace) for rows in KNOTS]
-        self._num_seen = [20] * len(KNOTS)
+        self._num_seen = [0] * len(KNOTS)
         self._recent.clear()
         self._redraw()
 
@@ -103,6 +107,10 @@ class StepCostModel:
         """What a step would take now."""
         return self._pace * self._relative(load)
 
+    def rows_seconds(self, num_rows: int) -> float:
+        """The part of it that depends on the number of rows alone."""
+        return self._pace * self._curve_at(num_rows)
+
     def attention_seconds(self, num_tokens: int) -> float:
         """What it costs now that a row more attends to so many tokens that others read already."""
         return self._pace * self._attended_price * num_tokens
@@ -117,22 +125,28 @@ class StepCostModel:
         surprises = self._surprises[knot]
         surprises.append(surprise)
         if len(surprises) == AGREEING:
-            change = RATE * median(surprises)
+            change = max(FAST / (1 + self._num_seen[knot] / 20), SLOW) * median(surprises)
             self._log_shape[knot] += change
-            self._surprises[knot] = deque((each - change for each in surprises), maxlen=AGREEING)
-            self._redraw()
+            self._surprises[knot] = deque([each - change for each in surprises], maxlen=AGREEING)
+            self._undrawn += abs(change)
+            if self._undrawn > STALE:
+                self._redraw()
 
     def _redraw(self) -> None:
-        """The curve from its shape: where noise makes more rows look cheaper, neighbours share their mean."""
+        """The curve from its shape: where more rows look cheaper, neighbours share their mean.
+
+        Sizes that run weigh most, so that a size whose timing at the start was unlucky gives way to them.
+        """
         pools: list[tuple[float, float, int]] = []
         for value, seen in zip(self._log_shape, self._num_seen, strict=True):
-            mean, weight, width = value, min(seen, 50) + 0.1, 1
+            mean, weight, width = value, min(seen, 50) + 1.0, 1
             while pools and pools[-1][0] > mean:
                 other, other_weight, other_width = pools.pop()
                 mean = (mean * weight + other * other_weight) / (weight + other_weight)
                 weight, width = weight + other_weight, width + other_width
             pools.append((mean, weight, width))
-        self._curve = [exp(mean) for mean, _, width in pools for _ in range(width)]
+        self._curve = [value for mean, _, width in pools for value in [exp(mean)] * width]
+        self._undrawn = 0.0
 
     def _curve_at(self, num_rows: int) -> float:
         i = bisect_left(KNOTS, num_rows)

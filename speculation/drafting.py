@@ -60,6 +60,8 @@ class Drafting:
                 drafts[sequence.seq_id] = Draft.none("disabled")
             elif sequence.num_remaining_tokens <= 1:
                 drafts[sequence.seq_id] = Draft.none("last_token")
+            elif self._controller.rests(sequence.seq_id):
+                drafts[sequence.seq_id] = Draft.none("does_not_pay")
             else:
                 contexts.append(_context(sequence))
                 most.append(MAX_TREE_SIZE)
@@ -67,6 +69,7 @@ class Drafting:
             proposed = self._controller.trim(contexts, self._roster.propose(contexts, most, self._controller))
             drafts.update((context.seq_id, draft) for context, draft in zip(contexts, proposed, strict=True))
         self._seconds = perf_counter() - started
+        self._controller.note_all_drafting(self._seconds)
         return drafts
 
     def observe(self, sequence: Sequence, draft: Draft, path: tuple[int, ...]) -> None:

@@ -99,6 +99,11 @@ class _Running:
     token_ids: list[int]
 
     @property
+    def num_left(self) -> int:
+        """Tokens that the target will still say."""
+        return len(self.recording.prompt_token_ids) + len(self.recording.output_token_ids) - len(self.token_ids)
+
+    @property
     def rest(self) -> list[int]:
         """What the target will say."""
         return self.recording.output_token_ids[len(self.token_ids) - len(self.recording.prompt_token_ids) :]
@@ -147,7 +152,7 @@ class Simulator:
             if not running:
                 return replay
             self._step(running, replay)
-            for sequence in [sequence for sequence in running if not sequence.rest]:
+            for sequence in [sequence for sequence in running if not sequence.num_left]:
                 running.remove(sequence)
                 self._roster.finish(sequence.seq_id)
                 self._control.finish(sequence.seq_id)
@@ -172,11 +177,12 @@ class Simulator:
         num_context_tokens = sum(len(sequence.token_ids) for sequence in running)
         load = StepLoad(len(running), num_context_tokens, num_context_tokens)
         self._control.begin(load)
-        drafts = self._draft([sequence for sequence in running if len(sequence.rest) > 1])
+        drafts = self._draft(running)
         drafting_seconds = self._clock() - started
+        self._control.note_all_drafting(drafting_seconds)
         num_tokens = 0
         for sequence in running:
-            draft = drafts.get(sequence.seq_id, Draft.none("last_token"))
+            draft = drafts[sequence.seq_id]
             path = follow(draft, sequence.rest)
             replay.note(draft, path)
             self._control.observe(sequence.seq_id, draft, path)
@@ -189,10 +195,20 @@ class Simulator:
         replay.drafting_seconds += drafting_seconds
 
     def _draft(self, running: Sequence[_Running]) -> dict[int, Draft]:
-        contexts = [sequence.context for sequence in running]
-        drafts = self._roster.propose(contexts, [len(sequence.rest) - 1 for sequence in running], self._control)
-        drafts = self._control.trim(contexts, drafts)
-        return {context.seq_id: draft for context, draft in zip(contexts, drafts, strict=True)}
+        drafts: dict[int, Draft] = {}
+        contexts: list[DraftContext] = []
+        most: list[int] = []
+        for sequence in running:
+            if sequence.num_left <= 1:
+                drafts[sequence.seq_id] = Draft.none("last_token")
+            elif self._control.rests(sequence.seq_id):
+                drafts[sequence.seq_id] = Draft.none("does_not_pay")
+            else:
+                contexts.append(sequence.context)
+                most.append(sequence.num_left - 1)
+        proposed = self._control.trim(contexts, self._roster.propose(contexts, most, self._control))
+        drafts.update((context.seq_id, draft) for context, draft in zip(contexts, proposed, strict=True))
+        return drafts
 
     def _commit(self, sequence: _Running, num_tokens: int) -> None:
         token_ids = sequence.rest[:num_tokens]

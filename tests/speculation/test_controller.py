@@ -209,6 +209,44 @@ def test_a_drafter_that_costs_more_than_it_brings_rests() -> None:
     assert dear.num_asked <= 0.02 * 1000
 
 
+def test_all_of_an_asking_counts() -> None:
+    """A quick proposer that finds nothing is asked in few steps all the same, if what is around it takes long."""
+    control = controller_on(CPU)
+    asking = context(0, SuffixConfig())
+    num_asked = 0
+    for _ in range(2000):
+        control.begin(StepLoad(1))
+        if not control.rests(0) and control.limits([asking], "suffix")[0]:
+            num_asked += 1
+            nothing = Draft.none("no_match", "suffix")
+            control.appraise(asking, "suffix", nothing)
+            control.note_drafting("suffix", [nothing], 1e-5)
+            control.note_all_drafting(0.002)
+        control.end(StepLoad(1), num_tokens=1, seconds=0.0043, is_pure=True)
+    assert num_asked * 0.002 < 0.02 * 2000 * 0.0043
+
+
+def test_a_sequence_whose_methods_all_rest_need_not_be_looked_at() -> None:
+    """It rests while both do, and no longer than the one that wakes first."""
+    control = controller_on(CPU)
+    both = context(0, FirstConfig(proposers=(SuffixConfig(), Eagle3Config())))
+    num_resting = 0
+    for _ in range(600):
+        control.begin(StepLoad(1))
+        if control.rests(0):
+            num_resting += 1
+            assert control.limits([both], "suffix") == control.limits([both], "eagle3") == [0]
+        else:
+            for method, cost in (("suffix", 1e-4), ("eagle3", 1e-3)):
+                if control.limits([both], method)[0]:
+                    nothing = Draft.none("no_match", method)
+                    control.appraise(both, method, nothing)
+                    control.note_drafting(method, [nothing], cost)
+        control.end(StepLoad(1), num_tokens=1, seconds=0.0043, is_pure=True)
+    assert not control.rests(1)
+    assert num_resting > 300
+
+
 def test_explicit_numbers_are_drafted_as_given() -> None:
     """A config with a number gets exactly that, good or bad, trees as well; "auto" with a tree size stays below it."""
     for hit in (always, never):
@@ -305,8 +343,9 @@ def test_saved_seconds_compare_with_plain_steps() -> None:
     control = controller_on("1:5,8:8")
     fixed = context(0, NgramConfig(num_speculative_tokens=7))
     drafts = [Draft.chain((1, 2, 3, 4, 5, 6, 7), "ngram")]
-    control.note_drafting("ngram", drafts, 0.001)
+    control.note_drafting("ngram", drafts, 0.0007)
     control.trim([fixed], drafts)
+    control.note_all_drafting(0.001)
     assert control.saved_seconds(3) == pytest.approx(0.006)
     assert control.saved_seconds(1) == pytest.approx(-0.004)
 
