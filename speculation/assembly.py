@@ -12,6 +12,7 @@ from draft.proposer import Proposer
 from draft.registry import lookup_proposers
 from draft.roster import Roster
 from draft.tokenizer_match import require_same_tokenizer
+from draft.weights import shipped_draft_model
 from speculation.calibration import time_steps
 from speculation.controller import DraftLengthController
 from speculation.cost_model import StepCostModel
@@ -40,7 +41,7 @@ def assemble(settings: EngineSettings) -> tuple[Engine, Ready]:
     runner = _load(folder, settings, num_blocks)
     proposers: dict[str, Proposer] = lookup_proposers(settings.corpus_tokens)
     if settings.draft_model is not None:
-        draft_folder = model_folder(settings.draft_model, cache_dir)
+        draft_folder = _draft_folder(settings.draft_model, settings.model, cache_dir)
         require_same_tokenizer(folder, draft_folder)
         proposers["draft_model"] = _draft_model(draft_folder, settings, num_blocks, target=config)
     proposers |= load_heads(folder, settings, runner, num_blocks)
@@ -97,6 +98,15 @@ def _load(folder: Path, settings: EngineSettings, num_blocks: int) -> Runner:
         num_threads=settings.num_threads,
         max_model_len=settings.max_model_len,
     )
+
+
+def _draft_folder(draft_model: str, model: str, cache_dir: Path) -> Path:
+    if draft_model != "auto":
+        return model_folder(draft_model, cache_dir)
+    shipped = shipped_draft_model(model)
+    if shipped is None:
+        raise ValueError(f'draft_model is "auto", but none comes with forerun for {model}; name a folder')
+    return shipped
 
 
 def _draft_model(folder: Path, settings: EngineSettings, num_blocks: int, *, target: ModelConfig) -> Proposer:
