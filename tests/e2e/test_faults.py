@@ -132,7 +132,7 @@ def test_a_front_that_is_killed_leaves_nothing(own_server: Server, hangs: bool) 
     """When the front is killed outright, its engine ends, even one that hangs, and no folder of theirs is left."""
     pid = own_server.engine_pid()
     command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    socket = Path(command[command.index("--socket") + 1])
+    meeting_point = Path(command[command.index("--socket") + 1])
     if hangs:
         os.kill(pid, signal.SIGSTOP)
     own_server.stop(signal.SIGKILL)
@@ -140,7 +140,7 @@ def test_a_front_that_is_killed_leaves_nothing(own_server: Server, hangs: bool) 
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert not socket.parent.exists()
+    assert not meeting_point.parent.exists()
 
 
 async def test_a_reader_that_stalls_holds_back_nobody(server: Server) -> None:
