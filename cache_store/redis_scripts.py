@@ -36,7 +36,7 @@ ONLY_6_2 = """
 redis.call('SMISMEMBER', KEYS[#KEYS], '')
 """
 
-# Keys: engines, heard, blocks, sequence, no engine's blocks. Arguments: engine id, instance, status, lifetime in ms.
+# Keys: engines, heard, blocks, sequence, nobody's blocks. Arguments: engine id, instance, status, time to live in ms.
 ANNOUNCE = (
     ONLY_6_2
     + NOW
@@ -61,7 +61,7 @@ return false
 """
 )
 
-# Keys: engines, heard, no engine's blocks. Arguments: lifetime in ms. Statuses of engines heard of within it, by id.
+# Keys: engines, heard, nobody's blocks. Arguments: time to live in ms. Statuses of the engines heard of in it, by id.
 ENGINES = (
     ONLY_6_2
     + NOW

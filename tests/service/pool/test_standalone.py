@@ -91,6 +91,20 @@ async def test_fronts_find_engines_and_streams_outlive_them(
     await service.until_idle()
 
 
+async def test_what_engines_elsewhere_hold_is_told(
+    start_service: StartService, start_engine: StartEngine, pool: PoolSettings
+) -> None:
+    """/v1/cache and /v1/engines say of an engine that was found in the store how many blocks it holds."""
+    await start_engine()
+    service = await start_service(pool=pool)
+    assert (await service.post(TEXT, {"prompt": list(range(3, 83)), "max_tokens": 2}))[0] == 200
+    async with asyncio.timeout(30):
+        while [each["blocks_held"] for each in (await service.get("/v1/cache"))[1]["engines"]] != [5]:
+            await asyncio.sleep(0.05)
+    (engine,) = (await service.get("/v1/engines"))[1]["data"]
+    assert (engine["blocks_held"], engine["address"][:16]) == (5, "tcp://127.0.0.1:")
+
+
 async def test_a_worker_that_dies_is_restarted_beside_the_stream(
     start_service: StartService, start_engine: StartEngine, pool: PoolSettings
 ) -> None:
