@@ -246,7 +246,9 @@ class DraftLengthController:
         self._vain_seconds = min(self._vain_seconds + VAIN_SHARE * seconds, 4 * step.plain_seconds)
         if is_pure:
             self.costs.observe(load, seconds)
-            gain = num_tokens / step.num_sequences * step.plain_seconds / (seconds + step.drafting_seconds)
+            # By what it should have taken: a hiccup says nothing about guessing.
+            taken = self.costs.seconds(load) + step.drafting_seconds
+            gain = num_tokens / step.num_sequences * step.plain_seconds / taken
             self._speedup = max(self._speedup + 0.05 * (min(gain, 16.0) - self._speedup), 1.0)
 
     def saved_seconds(self, num_tokens: int) -> float:

@@ -27,6 +27,8 @@ class Drafting:
         self._hidden_size = hidden_size
         self._feature_layers = roster.all_feature_layers
         self._seconds = 0.0
+        self._layers: dict[int, tuple[int, ...]] = {}
+        """Of each sequence the layers of whose features its proposers learn."""
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -42,6 +44,11 @@ class Drafting:
             cache_salt=sequence.request.cache_salt,
             prediction=sequence.request.prediction_token_ids,
         )
+        self._layers[sequence.seq_id] = self._roster.feature_layers(sequence.config)
+
+    def wants_features(self, sequence: Sequence) -> bool:
+        """Whether some proposer of the sequence learns of features."""
+        return bool(self._layers[sequence.seq_id])
 
     def propose(self, ready: Seq[Sequence], num_other_rows: int) -> dict[int, Draft]:
         """Drafts by seq_id for all that are `ready`, one row each; `num_other_rows` rows of this step belong to others.
@@ -79,10 +86,12 @@ class Drafting:
     def commit(self, sequence: Sequence, token_ids: list[int], features: torch.Tensor | None, start: int) -> None:
         """`token_ids` were appended; `features` [n, all layers' columns] are those of tokens `start`, `start` + 1, …"""
         mine = None
-        layers = self._roster.feature_layers(sequence.config)
+        layers = self._layers[sequence.seq_id]
         if features is not None and layers:
-            blocks = torch.split(features, self._hidden_size, dim=1)
-            mine = Features(start, torch.cat([blocks[self._feature_layers.index(layer)] for layer in layers], dim=1))
+            if layers != self._feature_layers:
+                blocks = torch.split(features, self._hidden_size, dim=1)
+                features = torch.cat([blocks[self._feature_layers.index(layer)] for layer in layers], dim=1)
+            mine = Features(start, features)
         if token_ids or mine is not None:
             self._roster.commit(sequence.seq_id, token_ids, mine)
 
@@ -100,6 +109,7 @@ class Drafting:
     def finish(self, sequence: Sequence) -> None:
         """The sequence has ended."""
         self._roster.finish(sequence.seq_id)
+        del self._layers[sequence.seq_id]
         self._controller.finish(sequence.seq_id)
 
 

@@ -230,7 +230,9 @@ class Engine:
             sequence.num_computed_tokens += max(len(token_ids) - 1, 0)
         self.pool.trim(sequence.table, max(sequence.num_tokens, sequence.num_computed_tokens))
         self.pool.commit(sequence.table, sequence.token_ids, sequence.num_computed_tokens)
-        features = self._features(rows, path[: max(len(token_ids) - 1, 0)], forward)
+        features = None
+        if forward.features is not None and self._drafting.wants_features(sequence):
+            features = _features_of(rows, path[: max(len(token_ids) - 1, 0)], forward.features)
         self._drafting.commit(sequence, token_ids, features, computed_from)
         output = self._output(rows, path, token_ids, sampled, now) if verdict is not None else None
         if sequence.is_finished:
@@ -287,15 +289,6 @@ class Engine:
         self._counters.note_draft(draft, path)
         self._drafting.observe(sequence, draft, path)
 
-    @staticmethod
-    def _features(rows: SequenceRows, accepted: tuple[int, ...], forward: ForwardOutput) -> torch.Tensor | None:
-        """Those of the tokens that are committed and were computed in this step: the chain, then accepted nodes."""
-        if forward.features is None:
-            return None
-        chain_end = rows.first_row + rows.scheduled.num_chain
-        index = [*range(rows.first_row, chain_end), *(chain_end + node for node in accepted)]
-        return forward.features[torch.tensor(index, device=forward.features.device)]
-
     def _output(
         self, rows: SequenceRows, path: tuple[int, ...], token_ids: list[int], sampled: SampledRows, now: float
     ) -> SequenceOutput:
@@ -325,6 +318,15 @@ class Engine:
         del self._sequences[sequence.request.request_id]
         self._drafting.finish(sequence)
         self._counters.saved_seconds += sequence.counters.saved_seconds
+
+
+def _features_of(rows: SequenceRows, accepted: tuple[int, ...], features: torch.Tensor) -> torch.Tensor:
+    """Those of the tokens that are committed and were computed in this step: the chain, then accepted nodes."""
+    chain_end = rows.first_row + rows.scheduled.num_chain
+    if accepted == tuple(range(len(accepted))):
+        return features[rows.first_row : chain_end + len(accepted)]
+    index = [*range(rows.first_row, chain_end), *(chain_end + node for node in accepted)]
+    return features[torch.tensor(index, device=features.device)]
 
 
 def _rejected(request: Submit, code: str, message: str, param: str | None = None) -> Rejected:
