@@ -55,7 +55,8 @@ def _run(arguments: argparse.Namespace) -> None:
     fingerprint = model_fingerprint(target_dir, dtype=arguments.dtype, quantization=arguments.quantization)
     form = StoreFormat(fingerprint, (*layers, -1), tables.config.hidden_size)
     store = FeatureStore(work / "store", form, max_bytes=int(arguments.max_disk_gb * 1e9))
-    _record(arguments, target_dir, store, work, fingerprint)
+    texts = Texts(arguments.texts) if arguments.texts else None
+    _record(arguments, target_dir, store, work, fingerprint, texts)
     record = {
         "command": f"forerun train --target {target_dir.name} --method {arguments.method} --seed {arguments.seed}",
         "target": target_dir.name,
@@ -63,8 +64,8 @@ def _run(arguments: argparse.Namespace) -> None:
         "num_sequences": len(store.sequences),
         "num_tokens": store.num_tokens,
         "num_prompts": arguments.num_prompts,
-        "num_text_prompts": arguments.num_text_prompts if arguments.texts else 0,
-        "texts": [path.name for path in arguments.texts or ()],
+        "num_text_prompts": arguments.num_text_prompts if texts else 0,
+        "texts": texts.names if texts else [],
         "max_answer_tokens": arguments.max_answer_tokens,
     }
     settings = TrainSettings(
@@ -94,10 +95,16 @@ def _run(arguments: argparse.Namespace) -> None:
         {"eagle3": train_eagle3, "medusa": train_medusa}[arguments.method](course)
 
 
-def _record(arguments: argparse.Namespace, target_dir: Path, store: FeatureStore, work: Path, fingerprint: str) -> None:
+def _record(
+    arguments: argparse.Namespace,
+    target_dir: Path,
+    store: FeatureStore,
+    work: Path,
+    fingerprint: str,
+    texts: Texts | None,
+) -> None:
     """Prompts and answers, as far as they are missing."""
     chat = ChatTokens(target_dir)
-    texts = Texts(arguments.texts) if arguments.texts else None
     runner: Runner | None = None
     path = arguments.prompts
     if path is None:

@@ -65,7 +65,10 @@ class DraftModelModule(nn.Module):
         covariance = (embed * weights[:, None]).T @ (embed * weights[:, None])
         size = min(self.model.config.hidden_size, embed.shape[1])
         directions = torch.linalg.eigh(covariance).eigenvectors[:, -size:]
-        self.model.get_input_embeddings().weight[:, :size] = embed @ directions
+        rows = self.model.get_input_embeddings().weight
+        rows[:, :size] = embed @ directions
+        # The target's rows are long; with logits that differ by about 1, training begins without certainties.
+        self.model.model.norm.weight.fill_(1.0 / float(rows.norm(dim=1).mean()))
 
     def output_rows(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[K, E] the rows that make logits of the tokens [K]."""

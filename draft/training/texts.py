@@ -41,8 +41,9 @@ class Texts:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         """Files, or folders whose `.txt` and `.md` files are taken. Raises ValueError where there is no text."""
-        files = [file for path in paths for file in _files(path)]
-        self._texts = [paragraphs for file in files if (paragraphs := _paragraphs(file))]
+        found = {file: _paragraphs(file) for path in paths for file in _files(path)}
+        self._texts = [paragraphs for paragraphs in found.values() if paragraphs]
+        self.names = [file.name for file, paragraphs in found.items() if paragraphs]
         if not self._texts:
             names = ", ".join(map(str, paths))
             raise ValueError(f"--texts {names}: no text there; it takes {' and '.join(SUFFIXES)} files in UTF-8")
