@@ -65,8 +65,6 @@ class Front:
             failover_attempts=settings.pool.failover_attempts,
         )
         self.metrics.registry.register(PoolCollector(self.client, self.store.health))
-        self.became_ready = asyncio.Event()
-        """Set when the first engine serves."""
         self._model: ServedModel | None = None
         self._loading = asyncio.Lock()
         self.experiments = Experiments(
@@ -79,6 +77,11 @@ class Front:
             is_quiet=self._is_quiet,
             on_audit=self.metrics.note_audit,
         )
+
+    @property
+    def became_ready(self) -> asyncio.Event:
+        """Set when the first engine serves."""
+        return self.client.opened
 
     @property
     def is_ready(self) -> bool:
@@ -111,7 +114,6 @@ class Front:
                 served = self._model.ready.model_fingerprint
                 raise ValueError(f"its model is {ready.model_fingerprint}, what is served here is {served}")
         self.metrics.engine.is_up = True
-        self.became_ready.set()
 
     def lose(self) -> None:
         """An engine has died and will be replaced."""
