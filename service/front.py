@@ -66,8 +66,6 @@ class Front:
             failover_attempts=settings.pool.failover_attempts,
         )
         self.metrics.registry.register(PoolCollector(self.client, self.store.health))
-        self.became_ready = asyncio.Event()
-        """Set when the first engine serves."""
         self.request_log: RequestLog | None = None
         """Where finished requests are recorded, if that was asked for and while the service runs."""
         self._model: ServedModel | None = None
@@ -82,6 +80,11 @@ class Front:
             is_quiet=self._is_quiet,
             on_audit=self.metrics.note_audit,
         )
+
+    @property
+    def became_ready(self) -> asyncio.Event:
+        """Set when the first engine serves."""
+        return self.client.opened
 
     @property
     def is_ready(self) -> bool:
@@ -114,7 +117,6 @@ class Front:
                 served = self._model.ready.model_fingerprint
                 raise ValueError(f"its model is {ready.model_fingerprint}, what is served here is {served}")
         self.metrics.engine.is_up = True
-        self.became_ready.set()
 
     def lose(self) -> None:
         """An engine has died and will be replaced."""

@@ -52,6 +52,8 @@ class EnginePool:
         many of the leading ones some engine held, and how many tokens a block has. Neither hears of internal sequences.
         """
         self.members: dict[str, Member] = {}
+        self.opened = asyncio.Event()
+        """Set when the first engine serves."""
         self.num_resumed = 0
         """Sequences that went on elsewhere, each time counted."""
         self.num_given_up = 0
@@ -166,6 +168,7 @@ class EnginePool:
 
     def joined(self) -> None:
         """An engine has begun to serve."""
+        self.opened.set()
         self._place_waiting()
 
     def lost(self, member: Member, flights: Sequence[Flight], error: EngineUnavailableError) -> None:

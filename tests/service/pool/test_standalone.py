@@ -105,6 +105,25 @@ async def test_what_engines_elsewhere_hold_is_told(
     assert (engine["blocks_held"], engine["address"][:16]) == (5, "tcp://127.0.0.1:")
 
 
+async def test_an_engine_that_joins_is_warm(
+    start_service: StartService, start_engine: StartEngine, pool: PoolSettings
+) -> None:
+    """What was asked of the pool before is in an engine that comes later when it serves: nobody has asked it yet."""
+    first = await start_engine("--warm-seconds", "60")
+    service = await start_service(pool=msgspec.structs.replace(pool, warm_seconds=60.0))
+    shared = list(range(3, 83))
+    for number in range(3):
+        assert (await service.post(TEXT, {"prompt": [*shared, number], "max_tokens": 2}))[0] == 200
+    await service.front.popularity.flush()
+    assert await first.stop(signal.SIGTERM) == 0
+    second = await start_engine("--warm-seconds", "60")
+    assert '"prefixes": 1' in second.log()
+    await service.until(lambda: num_serving(service) == 1)
+    async with asyncio.timeout(30):
+        while [each["blocks_held"] for each in (await service.get("/v1/cache"))[1]["engines"]] != [5]:
+            await asyncio.sleep(0.05)
+
+
 async def test_a_worker_that_dies_is_restarted_beside_the_stream(
     start_service: StartService, start_engine: StartEngine, pool: PoolSettings
 ) -> None:
