@@ -158,7 +158,12 @@ def test_a_head_that_nobody_asks_computes_nothing(monkeypatch: pytest.MonkeyPatc
     """Features are kept as they come, up to a bound; what the head makes of them waits until a draft is wanted."""
     proposer, fused = proposer_with(), list[int]()
     fuse = proposer._head.fuse
-    monkeypatch.setattr(proposer._head, "fuse", lambda states: [fused.append(len(states)), fuse(states)][1])
+
+    def counted(states: torch.Tensor) -> torch.Tensor:
+        fused.append(len(states))
+        return fuse(states)
+
+    monkeypatch.setattr(proposer._head, "fuse", counted)
     token_ids = list(range(40))
     states = features_of(token_ids)
     proposer.start(0, token_ids)
