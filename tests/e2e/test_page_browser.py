@@ -197,7 +197,7 @@ async def look(experiments: Experiments, law: Law, first: int) -> None:
 def read_look(page: Page) -> int:
     """After how many requests the interval is what the page reads out."""
     reading = page.text(".plot .reading")
-    found = re.fullmatch(r"After ([\d,]+) requests: \+\d+ %, interval \+\d+ % to \+\d+ %", reading)
+    found = re.fullmatch(r"After ([\d,]+) requests: [+−][\d.]+ %, interval [+−][\d.]+ % to [+−][\d.]+ %", reading)
     assert found is not None, reading
     return int(found[1].replace(",", ""))
 
@@ -214,7 +214,8 @@ def test_an_experiment_is_watched_and_promoted(page: Page, scripted: ScriptedSer
         scripted.run(look(experiments, law, first))
     page.until(lambda: "; safe to promote" in page.text(".conclusion"))
     assert page.find("svg polygon.band")
-    newest = read_look(page)
+    newest = scripted.run(experiments.trace("watched")).points[-1].num_samples
+    page.until(lambda: read_look(page) == newest)
     page.one("svg[aria-label^='How much faster ngram-8 is than plain']").send_keys(Keys.ARROW_LEFT, Keys.ARROW_LEFT)
     assert read_look(page) == newest - 40
     assert {"plain", "ngram-8"} <= set(page.text("[aria-label=Arms] tbody").split())
