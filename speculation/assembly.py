@@ -40,7 +40,7 @@ def assemble(settings: EngineSettings) -> tuple[Engine, Ready]:
     runner = _load(folder, settings, num_blocks)
     proposers: dict[str, Proposer] = lookup_proposers(settings.corpus_tokens)
     if settings.draft_model is not None:
-        draft_folder = model_folder(settings.draft_model, cache_dir)
+        draft_folder = model_folder(settings.draft_model, cache_dir, setting="draft_model")
         require_same_tokenizer(folder, draft_folder)
         proposers["draft_model"] = _draft_model(draft_folder, settings, num_blocks, target=config)
     proposers |= load_heads(folder, settings, runner, num_blocks)
@@ -73,15 +73,18 @@ def assemble(settings: EngineSettings) -> tuple[Engine, Ready]:
     )
 
 
-def model_folder(model: str, cache_dir: Path) -> Path:
-    """The Hugging Face folder of a model that is "embedded", a .gguf file (converted once) or such a folder already."""
+def model_folder(model: str, cache_dir: Path, *, setting: str = "model") -> Path:
+    """The Hugging Face folder of a model that is "embedded", a .gguf file (converted once) or such a folder already.
+
+    Raises ValueError, naming the setting, for what is none of these.
+    """
     if model == "embedded":
         return embedded_model_dir(cache_dir)
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
         return cached_conversion(path, structlog.get_logger("engine").info, cache_dir)
     if not path.is_dir():
-        raise ValueError(f'model is {model!r}; it must be a Hugging Face folder, a .gguf file or "embedded"')
+        raise ValueError(f'{setting} is {model!r}; it must be a Hugging Face folder, a .gguf file or "embedded"')
     return path
 
 
@@ -101,7 +104,10 @@ def _load(folder: Path, settings: EngineSettings, num_blocks: int) -> Runner:
 
 def _draft_model(folder: Path, settings: EngineSettings, num_blocks: int, *, target: ModelConfig) -> Proposer:
     """A draft model whose pool holds as many tokens as the target's."""
-    runner = _load(folder, settings, num_blocks)
+    try:
+        runner = _load(folder, settings, num_blocks)
+    except ValueError as error:
+        raise ValueError(f"draft_model: {error}") from error
     return DraftModelProposer(
         runner,
         model_fingerprint=model_fingerprint(folder, dtype=settings.dtype, quantization=_arithmetic(settings, runner)),
