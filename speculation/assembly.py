@@ -74,15 +74,18 @@ def assemble(settings: EngineSettings) -> tuple[Engine, Ready]:
     )
 
 
-def model_folder(model: str, cache_dir: Path) -> Path:
-    """The Hugging Face folder of a model that is "embedded", a .gguf file (converted once) or such a folder already."""
+def model_folder(model: str, cache_dir: Path, *, setting: str = "model") -> Path:
+    """The Hugging Face folder of a model that is "embedded", a .gguf file (converted once) or such a folder already.
+
+    Raises ValueError, naming the setting, for what is none of these.
+    """
     if model == "embedded":
         return embedded_model_dir(cache_dir)
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
         return cached_conversion(path, structlog.get_logger("engine").info, cache_dir)
     if not path.is_dir():
-        raise ValueError(f'model is {model!r}; it must be a Hugging Face folder, a .gguf file or "embedded"')
+        raise ValueError(f'{setting} is {model!r}; it must be a Hugging Face folder, a .gguf file or "embedded"')
     return path
 
 
@@ -102,7 +105,7 @@ def _load(folder: Path, settings: EngineSettings, num_blocks: int) -> Runner:
 
 def _draft_folder(draft_model: str, model: str, cache_dir: Path) -> Path:
     if draft_model != "auto":
-        return model_folder(draft_model, cache_dir)
+        return model_folder(draft_model, cache_dir, setting="draft_model")
     shipped = shipped_draft_model(model)
     if shipped is None:
         raise ValueError(f'draft_model is "auto", but none comes with forerun for {model}; name a folder')
@@ -111,7 +114,10 @@ def _draft_folder(draft_model: str, model: str, cache_dir: Path) -> Path:
 
 def _draft_model(folder: Path, settings: EngineSettings, num_blocks: int, *, target: ModelConfig) -> Proposer:
     """A draft model whose pool holds as many tokens as the target's."""
-    runner = _load(folder, settings, num_blocks)
+    try:
+        runner = _load(folder, settings, num_blocks)
+    except ValueError as error:
+        raise ValueError(f"draft_model: {error}") from error
     return DraftModelProposer(
         runner,
         model_fingerprint=model_fingerprint(folder, dtype=settings.dtype, quantization=_arithmetic(settings, runner)),

@@ -243,7 +243,10 @@ class DraftLengthController:
         `is_pure`: its rows were decoding sequences' and their guesses' alone. Others say nothing about the curve.
         """
         step = self._step
-        self._vain_seconds = min(self._vain_seconds + VAIN_SHARE * seconds, 4 * step.plain_seconds)
+        # Room for the dearest asking, or it would never be tried again.
+        dearest = max((self._asking_seconds(method) for method in self._drafting), default=0.0)
+        most = 2 * max(step.plain_seconds, dearest)
+        self._vain_seconds = min(self._vain_seconds + VAIN_SHARE * seconds, most)
         if is_pure:
             self.costs.observe(load, seconds)
             # By what it should have taken: a hiccup says nothing about guessing.

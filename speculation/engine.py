@@ -51,7 +51,10 @@ class Engine:
         self.pool = BlockPool(runner.kv_pool.num_blocks, runner.kv_pool.block_size)
         self.max_model_len = min(max_model_len or runner.config.max_model_len, runner.config.max_model_len)
         self._methods = roster.methods
-        resolve(default_config, self._methods)
+        try:
+            resolve(default_config, self._methods)
+        except ValueError as error:
+            raise ValueError(f"speculation: {error}") from error
         self._scheduler = Scheduler(
             self.pool,
             max_num_seqs=max_num_seqs,

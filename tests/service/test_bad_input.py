@@ -60,6 +60,7 @@ WRONG_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"speculation": {"method": "magic"}}, "speculation.method", "ngram"),
     ({"speculation": {"method": "draft_model"}}, "speculation.method", "none"),
     ({"speculation": {"method": "ngram", "num_speculative_tokens": 99}}, "speculation.num_speculative_tokens", "<= 32"),
+    ({"speculation": {"method": "suffix", "tree_size": 64}}, "speculation.tree_size", "<= 63"),
     ({"speculation": {"method": "ngram", "min_m": 2}}, "speculation.min_m", "min_n"),
     ({"speculation": {"method": "ngram", "min_n": 5, "max_n": 2}}, "speculation", "min_n is 5"),
     ({"speculation": {}}, "speculation.method", "required"),

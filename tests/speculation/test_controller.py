@@ -209,6 +209,14 @@ def test_a_drafter_that_costs_more_than_it_brings_rests() -> None:
     assert dear.num_asked <= 0.02 * 1000
 
 
+def test_a_drafter_that_costs_many_steps_is_tried_again() -> None:
+    """A drafter whose asking takes as long as ten steps, in vain, is not given up for good, nor is it asked often."""
+    dear = Scripted("medusa", never, cost=0.043, confidence=lambda token: 0.9)
+    _, speedup = count(dear, config=MedusaConfig(), num_tokens=10_000)
+    assert 3 <= dear.num_asked <= 12
+    assert speedup >= 0.97
+
+
 def test_all_of_an_asking_counts() -> None:
     """A quick proposer that finds nothing is asked in few steps all the same, if what is around it takes long."""
     control = controller_on(CPU)
