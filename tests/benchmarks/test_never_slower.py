@@ -26,7 +26,7 @@ class FakeService:
         self._spoiled = spoiled
 
     async def chat(
-        self, ask: Ask, speculation: dict[str, Any], *, temperature: float, salt: str, ignore_eos: bool
+        self, ask: Ask, speculation: dict[str, Any], *, temperature: float, top_p: float, salt: str, ignore_eos: bool
     ) -> Answer:
         method = speculation["method"]
         self.asked.append((method, salt, ask.seed))
