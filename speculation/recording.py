@@ -20,7 +20,10 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def read_log(path: Path) -> Iterator[Recording]:
-    """The sequences of a log, in its order. Raises ValueError naming file and line of a bad one."""
+    """The sequences of a log, in its order. Raises ValueError naming file and line of a bad one.
+
+    The log may be in use: half a line at its end is one that is being written, and not read yet.
+    """
     decoder = msgspec.json.Decoder(Recording)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -28,6 +31,8 @@ def read_log(path: Path) -> Iterator[Recording]:
                 try:
                     yield decoder.decode(line)
                 except msgspec.DecodeError as error:
+                    if not line.endswith(b"\n"):
+                        return
                     raise ValueError(
                         f"{path}, line {number}: {error}; a line is "
                         '{"prompt_token_ids": [...], "output_token_ids": [...]}'

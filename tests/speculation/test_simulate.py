@@ -123,6 +123,16 @@ def test_a_bad_line_is_named(tmp_path: Path) -> None:
         list(read_log(log))
 
 
+def test_a_log_in_use_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
+    """Half a line at the end is being written by the service and left out; a whole one without a newline is read."""
+    log = tmp_path / "log.jsonl"
+    whole = '{"prompt_token_ids": [1], "output_token_ids": [1]}'
+    log.write_text(f"{whole}\n{whole[:30]}")
+    assert list(read_log(log)) == [Recording(prompt_token_ids=[1], output_token_ids=[1])]
+    log.write_text(f"{whole}\n{whole}")
+    assert len(list(read_log(log))) == 2
+
+
 def test_auto_is_the_best_lookup() -> None:
     """Without models "auto" becomes suffix decoding."""
     assert parse_config("auto") == FirstConfig(proposers=(SuffixConfig(),))
