@@ -2,10 +2,11 @@
 
     python -m benchmarks.experiment [--samples 300] [--concurrency 8] [--json OUT] [-- SERVICE FLAGS]
 
-Starts a service and sends it copy-heavy requests, `--concurrency` at a time at most and fewer at times: each asks for a
-text that stands in its prompt.
-First an A/A experiment (`ngram` against itself), then `none` against `ngram`, which may promote. Prints both verdicts
-and, worked out from the same requests with a look after each, how many samples it took with and without covariates.
+Starts a service and sends it copy-heavy requests of many lengths, each of which asks for a text that stands in its
+prompt. Every few seconds there are more clients or fewer, up to `--concurrency`.
+First an A/A experiment (`ngram` against itself), then `none` against `ngram`; either may promote, after `--samples`
+requests at the earliest. Prints both verdicts and, worked out from the same requests with a look after each, how many
+samples it would have taken with and without covariates, for the experiment's metric and for others.
 The exit status is 1 if a verdict is not what it should be.
 """
 
@@ -19,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -28,7 +29,8 @@ from benchmarks.machine import Machine, describe_machine
 from benchmarks.server_process import serving
 from service.experiments.assignment import Place
 from service.experiments.evaluation import compare, levels_of
-from service.experiments.model import Definition
+from service.experiments.html_report import interval
+from service.experiments.model import Definition, Metric
 from service.experiments.report import Effect, Report
 from service.experiments.sheet import Sheet
 from service.experiments.tally import Outcome, Request, Tally, record
@@ -40,8 +42,15 @@ PROMOTE = {"action": "promote", "cool_down_seconds": 600.0}
 SECONDS_A_SAMPLE = 2.0
 """On average no more; then time is up. A sample takes about a quarter of that on two idle cores."""
 PAUSE_SECONDS = 0.3
+"""Between an answer and the client's next request, on average."""
+TIDE_SECONDS = 4.0
+"""How long the number of clients stays what it is."""
 FIRST_LOOK = 20
 """Before so many requests no interval is worth a look."""
+COMPARED: tuple[Metric, ...] = ("tpot", "latency_per_token", "ttft")
+"""Metrics; experiments conclude from the first. Tokens per second are the second, upside down."""
+NOT_KNOWN = Effect(speedup=None, low=None, high=None)
+ROW = "  {:18} {:>26} {:>26} {:>15} {:>8} {:>6}"
 # fmt: off
 WORDS = [
     "amber", "anchor", "basket", "bridge", "candle", "canyon", "castle", "cobalt", "copper", "desert", "engine",
@@ -64,6 +73,19 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     end_to_end: float
 
 
+class MetricFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """What the requests of one experiment say in one metric: arm b against arm a, with covariates and without."""
+
+    metric: Metric
+    adjusted: Effect
+    unadjusted: Effect
+    samples_needed: int | None
+    """First request after which the interval left out 0, with covariates; None if it never did."""
+    samples_needed_unadjusted: int | None
+    samples_saved: float | None
+    """1 less the ratio of the variances with and without covariates, at the end."""
+
+
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One experiment and what came of it."""
 
@@ -76,11 +98,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """The default profile afterwards."""
     seconds: float
     num_samples: int
-    samples_needed: int | None
-    """First request after which the interval left out 0, with covariates; None if it never did."""
-    samples_needed_unadjusted: int | None
-    samples_saved: float | None
-    """1 less the ratio of the variances with and without covariates, at the end."""
+    metrics: list[MetricFinding]
+    """The experiment's own first."""
     is_right: bool
     report: Report
 
@@ -98,7 +117,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Load:
-    """Copy-heavy requests of clients who pause now and then, so that the queue is not always as long."""
+    """Copy-heavy requests. As in most traffic lengths differ and clients come and go, so that the queue is not always
+    as long.
+    """
 
     def __init__(self, session: aiohttp.ClientSession, url: str, concurrency: int, seed: int) -> None:
         self._session = session
@@ -106,20 +127,30 @@ class Load:
         self._concurrency = concurrency
         self._random = random.Random(seed)
         self._num_running = 0
+        self._num_clients = concurrency
 
     async def run(self, is_over: Callable[[], bool]) -> list[Seen]:
         """What requests that took part in an experiment saw, in the order of their answers."""
         seen: list[Seen] = []
 
-        async def client() -> None:
+        async def client(number: int) -> None:
             while not is_over():
-                one = await self.ask()
+                one = await self.ask() if number < self._num_clients else None
                 if one is not None:
                     seen.append(one)
                 await asyncio.sleep(self._random.expovariate(1.0 / PAUSE_SECONDS))
 
-        await asyncio.gather(*(client() for _ in range(self._concurrency)))
+        tide = asyncio.create_task(self._rise_and_fall())
+        try:
+            await asyncio.gather(*(client(number) for number in range(self._concurrency)))
+        finally:
+            tide.cancel()
         return seen
+
+    async def _rise_and_fall(self) -> None:
+        while True:
+            self._num_clients = self._random.randint(1, self._concurrency)
+            await asyncio.sleep(TIDE_SECONDS)
 
     async def ask(self) -> Seen | None:
         """One request; None if it took part in nothing. Raises RuntimeError if it is not answered."""
@@ -154,7 +185,7 @@ class Load:
     def _passage(self) -> str:
         """A text that no other request has."""
         sentences = []
-        for _ in range(self._random.randint(5, 9)):
+        for _ in range(self._random.randint(2, 14)):
             one, two, three = self._random.sample(WORDS, 3)
             sentences.append(f"The {one} near the {two} holds {self._random.randint(100, 999)} pieces of {three}.")
         return " ".join(sentences)
@@ -188,7 +219,7 @@ async def experiment(
         await call(session, "POST", f"{where}/stop")  # with it ends the cool-down, and the report is the experiment's
     final = await call(session, "GET", where)
     report = msgspec.convert(final["report"], Report)
-    first = first_findings(parse_definition(msgspec.json.encode(definition)), seen)
+    parsed = parse_definition(msgspec.json.encode(definition))
     winner = None if promotion is None else definition["arms"][promotion["arm"]]["name"]
     return Finding(
         name=definition["name"],
@@ -197,9 +228,7 @@ async def experiment(
         default=default,
         seconds=round(took, 1),
         num_samples=report.num_samples,
-        samples_needed=first.adjusted,
-        samples_needed_unadjusted=first.unadjusted,
-        samples_saved=report.comparisons[0].samples_saved if report.comparisons else None,
+        metrics=[finding_of(msgspec.structs.replace(parsed, metric=metric), seen) for metric in COMPARED],
         is_right=winner == right
         and view["status"] != "running"
         and (winner is None or default == promotion["profile"]),
@@ -216,29 +245,28 @@ async def _until_ended(session: aiohttp.ClientSession, where: str, deadline: flo
         await asyncio.sleep(0.5)
 
 
-class First(NamedTuple):
-    """Numbers of requests after which an interval left out 0; None where it never did."""
-
-    adjusted: int | None
-    unadjusted: int | None
-
-
-def first_findings(definition: Definition, seen: Sequence[Seen]) -> First:
-    """What the service's statistics would have found, with and without covariates, looking after each request."""
-    tally, first = Tally(), First(None, None)
+def finding_of(definition: Definition, seen: Sequence[Seen]) -> MetricFinding:
+    """What the service's statistics find in these requests, with a look after each."""
+    tally = Tally()
+    adjusted = unadjusted = saved = None
+    needed: list[int | None] = [None, None]
     for number, one in enumerate(seen, start=1):
         count(tally, definition, one)
         levels = levels_of(Sheet(tally, definition), [0, 1]) if number >= FIRST_LOOK else None
         if levels is None:
             continue
-        comparison = compare(definition, levels)[0]
-        first = First(
-            first.adjusted or (number if leaves_out_0(comparison.adjusted) else None),
-            first.unadjusted or (number if leaves_out_0(comparison.unadjusted) else None),
-        )
-        if None not in first:
-            break
-    return first
+        (comparison,) = compare(definition, levels)
+        adjusted, unadjusted, saved = comparison.adjusted, comparison.unadjusted, comparison.samples_saved
+        for index, effect in enumerate((adjusted, unadjusted)):
+            needed[index] = needed[index] or (number if leaves_out_0(effect) else None)
+    return MetricFinding(
+        metric=definition.metric,
+        adjusted=adjusted or NOT_KNOWN,
+        unadjusted=unadjusted or NOT_KNOWN,
+        samples_needed=needed[0],
+        samples_needed_unadjusted=needed[1],
+        samples_saved=saved,
+    )
 
 
 def count(tally: Tally, definition: Definition, seen: Seen) -> None:
@@ -273,7 +301,7 @@ async def measure(
         load = Load(session, server.url, concurrency, seed)
         for _ in range(2 * concurrency):
             await load.ask()  # what is compiled and measured once is no matter of arms
-        common = {"metric": "tpot", "min_samples": min(100, samples), "max_samples": samples, "at_end": PROMOTE}
+        common = {"metric": COMPARED[0], "min_samples": samples, "max_samples": samples, "at_end": PROMOTE}
         findings = []
         for name, one, other, right in (("same", NGRAM, NGRAM, None), ("lookup", PLAIN, NGRAM, "b")):
             arms = [{"name": "a", "speculation": one}, {"name": "b", "speculation": other}]
@@ -293,22 +321,29 @@ async def measure(
 
 def describe(finding: Finding) -> str:
     """A finding in a few lines."""
-    saved = "–" if finding.samples_saved is None else f"{100 * finding.samples_saved:.0f} %"
-    return (
-        f"{finding.name}: {finding.verdict}\n"
-        f"  {finding.num_samples} samples in {finding.seconds:.0f} s; arm promoted: {finding.winner or 'none'}; "
-        f"default now: {finding.default or 'of the engine'}\n"
-        f"  samples until the interval left out 0: {finding.samples_needed or 'never'} with covariates, "
-        f"{finding.samples_needed_unadjusted or 'never'} without; variance that covariates save: {saved}\n"
-        f"  {'as it should be' if finding.is_right else 'NOT as it should be'}"
-    )
+    default = finding.default or "of the engine"
+    right = "as it should be" if finding.is_right else "NOT as it should be"
+    promoted = f"arm promoted: {finding.winner or 'none'}; default now: {default}; {right}"
+    lines = [
+        f"{finding.name}: {finding.verdict}",
+        f"  {finding.num_samples} samples in {finding.seconds:.0f} s; {promoted}",
+        ROW.format("metric", "with covariates", "without", "samples needed", "without", "saved"),
+        *map(_row, finding.metrics),
+    ]
+    return "\n".join(lines)
+
+
+def _row(found: MetricFinding) -> str:
+    saved = "–" if found.samples_saved is None else f"{100 * found.samples_saved:.0f} %"
+    needed = (found.samples_needed or "never", found.samples_needed_unadjusted or "never")
+    return ROW.format(found.metric, interval(found.adjusted), interval(found.unadjusted), *needed, saved)
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.experiment", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--samples", type=int, default=300, help="most requests of an experiment")
+    parser.add_argument("--samples", type=int, default=300, help="requests of each experiment")
     parser.add_argument("--concurrency", type=int, default=8, help="most requests at a time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)

@@ -26,13 +26,21 @@ class ForerunService:
         self._session = session
 
     async def chat(
-        self, ask: Ask, speculation: dict[str, Any], *, temperature: float, salt: str, ignore_eos: bool
+        self,
+        ask: Ask,
+        speculation: dict[str, Any],
+        *,
+        temperature: float,
+        top_p: float,
+        salt: str,
+        ignore_eos: bool,
     ) -> Answer:
         """One chat completion, streamed. Raises RuntimeError if the service reads another prompt than was meant."""
         body = {
             "messages": ask.messages,
             "max_tokens": ask.num_tokens,
             "temperature": temperature,
+            "top_p": top_p,
             "seed": ask.seed,
             "ignore_eos": ignore_eos,
             "stream": True,
@@ -77,13 +85,21 @@ class ForerunMethod:
     name = "forerun"
 
     def __init__(
-        self, service: ForerunService, method: str, speculation: dict[str, Any], *, temperature: float, salt: str
+        self,
+        service: ForerunService,
+        method: str,
+        speculation: dict[str, Any],
+        *,
+        temperature: float,
+        salt: str,
+        top_p: float = 1.0,
     ) -> None:
         self.method = method
         self.precision = service.description
         self._service = service
         self._speculation = speculation
         self._temperature = temperature
+        self._top_p = top_p
         self._salt = salt
 
     async def answer(self, asks: Sequence[Ask]) -> list[Answer]:
@@ -99,7 +115,12 @@ class ForerunMethod:
 
     async def _chat(self, ask: Ask, *, ignore_eos: bool) -> Answer:
         return await self._service.chat(
-            ask, self._speculation, temperature=self._temperature, salt=self._salt, ignore_eos=ignore_eos
+            ask,
+            self._speculation,
+            temperature=self._temperature,
+            top_p=self._top_p,
+            salt=self._salt,
+            ignore_eos=ignore_eos,
         )
 
 

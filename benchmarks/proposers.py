@@ -22,6 +22,7 @@ from draft.proposer import DraftContext
 from draft.registry import lookup_proposers
 from draft.roster import AsConfigured, DraftControl, Roster
 from speculation.controller import DraftLengthController
+from speculation.cost_model import StepLoad
 from speculation.simulate import DEFAULT_CURVE, parse_curve
 from target.sampling_params import SamplingParams
 
@@ -65,7 +66,7 @@ def step_times(
         ]
         started = thread_time()
         if isinstance(control, DraftLengthController):
-            control.begin(num_sequences=batch, num_rows=batch, num_context_tokens=length * batch)
+            control.begin(StepLoad(batch, batch * length, batch * length))
         drafts = roster.propose(contexts, [63] * batch, control)
         if isinstance(control, DraftLengthController):
             control.trim(contexts, drafts)

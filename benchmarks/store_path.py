@@ -37,11 +37,28 @@ NUM_STREAMS = 4
 NUM_TOKENS = 200
 
 
+class Ratio(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens a second with one store over those with another in the same round."""
+
+    median: float
+    low: float
+    high: float
+    """Between which the middle half of the rounds is."""
+
+    @classmethod
+    def of(cls, rates: Sequence[float], base: Sequence[float]) -> Ratio:
+        ratios = sorted(rate / other for rate, other in zip(rates, base, strict=True))
+        quarter = len(ratios) // 4
+        return cls(median=round(median(ratios), 4), low=round(ratios[quarter], 4), high=round(ratios[-1 - quarter], 4))
+
+
 class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything, on one machine, in one run."""
 
     tokens_per_second: dict[str, list[float]]
     """By store, one a round."""
+    against_memory: dict[str, Ratio]
+    """Of each other store."""
     lookup_ms_median: float
     lookup_ms_p95: float
     lookup_tokens: int
@@ -122,6 +139,7 @@ async def run(rounds: int, num_lookups: int) -> StoreReport:
             killed.kill()
     return StoreReport(
         tokens_per_second=rates,
+        against_memory={name: Ratio.of(rates[name], rates["memory"]) for name in STORES if name != "memory"},
         lookup_ms_median=round(median(lookups), 3),
         lookup_ms_p95=round(sorted(lookups)[int(0.95 * len(lookups))], 3),
         lookup_tokens=4000,
@@ -148,6 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
     for name, rates in report.tokens_per_second.items():
         print(f"{name:<13} {median(rates):7.1f} tokens/s at the median, {max(rates):7.1f} at best")
+    for name, ratio in report.against_memory.items():
+        print(f"{name} against memory, round by round: {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})")
     print(
         f"look-up of {report.lookup_tokens} tokens over {report.lookup_engines} engines: "
         f"{report.lookup_ms_median:.2f} ms at the median, {report.lookup_ms_p95:.2f} ms at p95; "

@@ -34,6 +34,11 @@ class BlockPublisher:
         self._in_doubt: BlockBatch | None = None
         """A batch that was sent and whose answer did not come: it may or may not have been applied."""
 
+    @property
+    def num_held(self) -> int:
+        """How many blocks the engine holds."""
+        return len(self._held)
+
     def change(self, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:
         """The engine stored blocks, and after that evicted some. Takes note, and does not wait."""
         for block_hash in stored:

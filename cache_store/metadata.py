@@ -56,6 +56,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """In its pool."""
     blocks_free: int = 0
     blocks_cached: int = 0
+    blocks_held: int = 0
+    """In which a prefix could be found, used or not."""
     prefill_tokens_per_second: float = 0.0
     decode_tokens_per_second: float = 0.0
     draining: bool = False

@@ -30,9 +30,16 @@ local clock = redis.call('TIME')
 local now = tonumber(clock[1]) + tonumber(clock[2]) / 1000000
 """
 
-# Keys: engines, heard, blocks, sequence. Arguments: engine id, instance, status, time to live in ms.
+# A server that is too old for look-ups is of no use at all, and not of use now and then: what is asked of it at
+# intervals fails there, too. The last key is that of a set, or of nothing.
+ONLY_6_2 = """
+redis.call('SMISMEMBER', KEYS[#KEYS], '')
+"""
+
+# Keys: engines, heard, blocks, sequence, nobody's blocks. Arguments: engine id, instance, status, time to live in ms.
 ANNOUNCE = (
-    NOW
+    ONLY_6_2
+    + NOW
     + """
 local ttl = tonumber(ARGV[4])
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
@@ -54,9 +61,10 @@ return false
 """
 )
 
-# Keys: engines, heard. Arguments: time to live in ms. Statuses of the engines heard of within it, by id.
+# Keys: engines, heard, nobody's blocks. Arguments: time to live in ms. Statuses of the engines heard of in it, by id.
 ENGINES = (
-    NOW
+    ONLY_6_2
+    + NOW
     + """
 local ids = redis.call('ZRANGEBYSCORE', KEYS[2], string.format('%.6f', now - tonumber(ARGV[1]) / 1000), '+inf')
 if #ids == 0 then

@@ -88,7 +88,7 @@ class RedisStore:
 
     async def announce(self, status: EngineStatus) -> int | None:
         """See `MetadataStore`."""
-        keys = [*self._keys("engines", "heard"), *self._engine_keys(status.engine_id)]
+        keys = [*self._keys("engines", "heard"), *self._engine_keys(status.engine_id), *self._keys("blocks:")]
         args = [status.engine_id, status.instance, msgspec.msgpack.encode(status), self._ttl]
         sequence: int | None = await self._run(self._announce, keys, args)
         return sequence
@@ -117,7 +117,7 @@ class RedisStore:
 
     async def engines(self) -> list[EngineStatus]:
         """See `MetadataStore`."""
-        packed = await self._run(self._engines, self._keys("engines", "heard"), [self._ttl])
+        packed = await self._run(self._engines, self._keys("engines", "heard", "blocks:"), [self._ttl])
         return [_decode(each, EngineStatus) for each in packed if each is not None]
 
     async def lookup(self, hashes: Sequence[bytes], engine_ids: Sequence[str]) -> dict[str, int]:

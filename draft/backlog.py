@@ -8,8 +8,10 @@ import torch
 
 from draft.proposer import Features
 
-FUSE_AT = 64
-"""So many rows are fused at once, to a third of their size; fewer wait for those of other sequences."""
+FUSE_AT = 512
+"""So many rows are fused whether or not anybody asks, to a third of their size; fewer wait until somebody does."""
+ROOM = 64
+"""Rows that are made room for at once, and room that is kept."""
 
 
 class Backlog:
@@ -21,26 +23,37 @@ class Backlog:
         self.start = 0
         self.end = 0
         self._fused: list[torch.Tensor] = []
-        self._raw: list[torch.Tensor] = []
+        self._raw: torch.Tensor | None = None
+        """[room, columns], of which the first `_num_raw` rows are in use."""
+        self._num_raw = 0
 
     def add(self, features: Features, fuse: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-        """Take what is new of `features`; False if there is a gap before them, and all that was here had to go.
+        """Copy what is new of `features`; False if there is a gap before them, and all that was here had to go.
 
         A preemption makes the target compute again what is here already. Behind a prefix hit, features begin late.
         """
         first, last = features.start, features.start + len(features.states)
         is_joined = first <= self.end
-        if not is_joined:
-            self.start = self.end = first
-            self._fused, self._raw = [], []
+        if not is_joined or last - self.end > self._most:
+            self.start = self.end = max(first, last - self._most, self.end)
+            self._fused, self._num_raw = [], 0
         if last > self.end:
-            self._raw.append(features.states[self.end - first :])
+            self._append(features.states[self.end - first :])
             self.end = last
             self._forget()
-        if sum(map(len, self._raw)) >= FUSE_AT:
-            self._fused.append(fuse(torch.cat(self._raw)))
-            self._raw = []
+        if self._num_raw >= FUSE_AT and (raw := self.raw()) is not None:
+            self.set_fused(fuse(raw))
         return is_joined
+
+    def _append(self, rows: torch.Tensor) -> None:
+        num_rows = self._num_raw + len(rows)
+        if self._raw is None or num_rows > len(self._raw):
+            larger = rows.new_empty(-(-num_rows * 3 // 2 // ROOM) * ROOM, rows.shape[1])
+            if self._raw is not None:
+                larger[: self._num_raw] = self._raw[: self._num_raw]
+            self._raw = larger
+        self._raw[self._num_raw : num_rows] = rows
+        self._num_raw = num_rows
 
     def _forget(self) -> None:
         """Let go of the oldest rows where there are too many."""
@@ -53,16 +66,21 @@ class Backlog:
             self._fused = [torch.cat(self._fused)[excess:].clone()]
             return
         self._fused = []
-        self._raw = [torch.cat(self._raw)[excess - num_fused :].clone()]
+        if self._raw is not None:
+            kept = self._raw[excess - num_fused : self._num_raw].clone()
+            self._num_raw = len(kept)
+            self._raw[: self._num_raw] = kept
 
     def raw(self) -> torch.Tensor | None:
         """The rows that are not fused yet; to be answered by `set_fused`."""
-        return torch.cat(self._raw) if self._raw else None
+        return self._raw[: self._num_raw] if self._raw is not None and self._num_raw else None
 
     def set_fused(self, rows: torch.Tensor) -> None:
         """What became of `raw`."""
         self._fused.append(rows)
-        self._raw = []
+        self._num_raw = 0
+        if self._raw is not None and len(self._raw) > ROOM:
+            self._raw = None
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """[last - first, E] of tokens [first, last), all of which must be here, and fused."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from target.sampling import SamplingRow, preferences
+from target.sampling import SamplingRow, rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,5 @@ def best_candidates(
     target's own noise, because it is what the target's choice will depend on; their chance is the softmax of the
     noisy logits, which says the same at temperature 0.
     """
-    preferred = logits if all(map(_is_plain, rows)) else preferences(logits, rows, target_ids)
-    best, columns = preferred.topk(min(width, preferred.shape[1]), dim=-1)
-    chances = (best - preferred.logsumexp(dim=-1, keepdim=True)).exp()
-    return Candidates(target_ids[columns].tolist(), chances.tolist())
-
-
-def _is_plain(row: SamplingRow) -> bool:
-    """Whether the row's choice is the largest logit."""
-    params = row.params
-    return params.is_greedy and not (params.logit_bias or params.has_penalties or row.banned_token_ids)
+    columns, log_chances = rank(logits, rows, min(width, logits.shape[1]), target_ids)
+    return Candidates(target_ids[columns].tolist(), log_chances.exp().tolist())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -13,6 +13,10 @@ MAX_MATCH = 16
 MAX_WALK = 64
 """Steps along one hash chain after which the search gives up, so that no text can make it slow."""
 SEPARATOR = -1
+
+
+FEW = 8
+"""So many n-grams are hashed one by one; for more, slices pay."""
 
 
 class Occurrence(NamedTuple):
@@ -67,7 +71,7 @@ class Corpus:
     def add(self, token_ids: Sequence[int], salt: str = "") -> None:
         """Add one whole text. Only searches with the same salt find it."""
         self.extend(token_ids, salt)
-        self._write(SEPARATOR, 0)
+        self._write([SEPARATOR], 0)
         self._text_start = self._num_written
         self._texts.append((self._num_written, salt))
         self._num_texts[salt] += 1
@@ -78,16 +82,18 @@ class Corpus:
         owner = self._owner_ids.setdefault(salt, self._num_written + 1)
         window = self._tail(self.orders[0]) + list(token_ids)
         first = self._num_written
-        for token_id in token_ids:
-            self._write(token_id, owner)
+        self._write(token_ids, owner)
         for n in self.orders:
             self._index(n, window, first, owner)
 
-    def _write(self, token_id: int, owner: int) -> None:
-        slot = self._num_written & self._mask
-        self._tokens[slot] = token_id
-        self._owners[slot] = owner
-        self._num_written += 1
+    def _write(self, token_ids: Sequence[int], owner: int) -> None:
+        while token_ids:
+            slot = self._num_written & self._mask
+            fitting = array("i", token_ids[: self.capacity - slot])
+            self._tokens[slot : slot + len(fitting)] = fitting
+            self._owners[slot : slot + len(fitting)] = array("q", [owner]) * len(fitting)
+            self._num_written += len(fitting)
+            token_ids = token_ids[len(fitting) :]
 
     def _tail(self, num_tokens: int) -> list[int]:
         """The last tokens of the open text, at most `num_tokens`."""
@@ -100,7 +106,7 @@ class Corpus:
         window_start = self._num_written - len(window)
         position = max(first, window_start + n)
         grams = window[position - n - window_start : -1]
-        for key in map(hash, zip(repeat(owner), *(grams[i:] for i in range(n)), strict=False)):
+        for key in _hashes(grams, n, owner):
             bucket = key & table_mask
             previous[position & mask] = heads[bucket]
             heads[bucket] = position
@@ -190,3 +196,11 @@ class Corpus:
     def _is_indexed(self, position: int, n: int) -> bool:
         """Whether the n tokens before `position`, and the one there, are of one text."""
         return SEPARATOR not in [self._tokens[p & self._mask] for p in range(position - n, position + 1)]
+
+
+def _hashes(tokens: Sequence[int], n: int, owner: int) -> Iterable[int]:
+    """Of each n-gram in turn, with its owner."""
+    count = len(tokens) - n + 1
+    if count <= FEW:
+        return [hash((owner, *tokens[i : i + n])) for i in range(count)]
+    return map(hash, zip(repeat(owner), *(tokens[i:] for i in range(n)), strict=False))

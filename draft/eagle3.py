@@ -7,24 +7,19 @@ written behind them and overwritten by the pairs that the target's own features 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass
 
 import torch
 
 from cache_store.block_pool import BlockPool, BlockTable
 from cache_store.hashing import block_hash, root_hash
 from draft.backlog import Backlog
-from draft.candidates import best_candidates
-from draft.config import SingleConfig, bounds_of, single_configs
 from draft.eagle3_head import PairHead
-from draft.growing import TREE_WIDTH, GrowingTree
+from draft.growth import Growth, grow
 from draft.proposer import DraftContext, Features
 from draft.tree import Draft
 from target.layout import BatchEntry, lay_out
-from target.sampling import SamplingRow, TokenCounts
 
 
 @dataclass(slots=True, eq=False)
@@ -41,19 +36,14 @@ class _HeadState:
     """Pairs [base, num_computed) are in the cache."""
 
 
-@dataclass(slots=True)
-class _Growth:
-    """One draft while it grows. Expanded nodes are those behind which was guessed; their rows stand in the cache."""
+class _PairGrowth(Growth):
+    """One draft of pairs while it grows."""
 
-    context: DraftContext
-    state: _HeadState
-    tree: GrowingTree
-    stops: frozenset[int]
-    counts: TokenCounts | None
-    limit: int
-    expanded: list[int] = field(default_factory=list)
-    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    """[E] the head's output at the root (-1) and at expanded nodes."""
+    def __init__(self, context: DraftContext, state: _HeadState, limit: int, eos_token_ids: tuple[int, ...]) -> None:
+        super().__init__(context, limit=limit, eos_token_ids=eos_token_ids)
+        self.state = state
+        self.outputs: dict[int, torch.Tensor] = {}
+        """[E] the head's output at the root (-1) and at expanded nodes."""
 
     @property
     def num_pairs(self) -> int:
@@ -117,7 +107,7 @@ class Eagle3Proposer:
     def propose(self, contexts: Sequence[DraftContext], limits: Sequence[int]) -> list[Draft]:
         """Drafts of at most `limits[i]` nodes; empty where features are missing, or context or pool are too small."""
         drafts: dict[int, Draft] = {}
-        growths: list[_Growth] = []
+        growths: list[_PairGrowth] = []
         asked = {context.seq_id for context in contexts}
         for context, limit in zip(contexts, limits, strict=True):
             growth = self._growth(context, limit)
@@ -143,28 +133,15 @@ class Eagle3Proposer:
             raise ValueError(f"sequence {seq_id} was not started, or has finished")
         return state
 
-    def _growth(self, context: DraftContext, limit: int) -> _Growth:
+    def _growth(self, context: DraftContext, limit: int) -> _PairGrowth:
         state = self._state(context.seq_id)
         if len(context.token_ids) != state.num_tokens:
             raise ValueError(f"sequence {context.seq_id} has uncommitted tokens; commit comes before propose")
         self._states[context.seq_id] = self._states.pop(context.seq_id)
         limit = min(limit, self._head.config.layer.max_model_len - len(context.token_ids))
-        bounds = bounds_of(_own_config(context))
-        stops = context.sampling.all_stop_token_ids(self._eos_token_ids)
-        tree = GrowingTree(
-            limit=limit,
-            depth=bounds.depth,
-            width=1 if bounds.is_chain else TREE_WIDTH,
-            min_chance=context.min_confidence,
-            stops=stops,
-        )
-        counts = None
-        if context.sampling.has_penalties:
-            output = context.token_ids[context.num_prompt_tokens :]
-            counts = TokenCounts(frozenset(context.token_ids[: context.num_prompt_tokens]), Counter(output))
-        return _Growth(context, state, tree, stops, counts, limit)
+        return _PairGrowth(context, state, limit, self._eos_token_ids)
 
-    def _obstacle(self, growth: _Growth, asked: Iterable[int]) -> str | None:
+    def _obstacle(self, growth: _PairGrowth, asked: Iterable[int]) -> str | None:
         """Why nothing can be drafted; None if the cache has room for the pairs and all guesses."""
         state = growth.state
         if growth.limit <= 0:
@@ -183,7 +160,7 @@ class Eagle3Proposer:
             self._release(idle)
         return None
 
-    def _open(self, growth: _Growth) -> None:
+    def _open(self, growth: _PairGrowth) -> None:
         """Begin a block table: with what the cache has of the sequence, or where its features begin."""
         state, backlog = growth.state, growth.state.backlog
         # The last pair is always computed, for its output.
@@ -200,7 +177,7 @@ class Eagle3Proposer:
             self.pool.release(state.table)
         state.table = None
 
-    def _fuse(self, growths: Sequence[_Growth]) -> None:
+    def _fuse(self, growths: Sequence[_PairGrowth]) -> None:
         """Fuse what is new of all sequences in one product."""
         waiting = [(growth.state.backlog, raw) for growth in growths if (raw := growth.state.backlog.raw()) is not None]
         if not waiting:
@@ -209,14 +186,14 @@ class Eagle3Proposer:
         for (backlog, _), rows in zip(waiting, fused.split([len(raw) for _, raw in waiting]), strict=True):
             backlog.set_fused(rows)
 
-    def _catch_up(self, growths: Sequence[_Growth]) -> list[_Growth]:
+    def _catch_up(self, growths: Sequence[_PairGrowth]) -> list[_PairGrowth]:
         """Compute pairs until each sequence lacks only what its first guess computes anyway.
 
         One forward's worth a call, so that a long new prompt does not hold up the others; returns those still behind.
         """
         budget = self._max_catch_up_tokens
-        parts: list[tuple[_Growth, int]] = []
-        behind: list[_Growth] = []
+        parts: list[tuple[_PairGrowth, int]] = []
+        behind: list[_PairGrowth] = []
         for growth in growths:
             missing = growth.num_pairs - growth.state.num_computed
             if missing <= _FIRST_GUESS_PAIRS:
@@ -235,7 +212,7 @@ class Eagle3Proposer:
             self._note_computed(growth)
         return behind
 
-    def _first_level(self, growths: Sequence[_Growth]) -> None:
+    def _first_level(self, growths: Sequence[_PairGrowth]) -> None:
         """The pairs that are left, the last of which says what comes first."""
         for growth in growths:
             # Where the last draft was never verified (a preemption), the last pair is computed again.
@@ -249,18 +226,20 @@ class Eagle3Proposer:
             growth.outputs[-1] = output
             growth.state.num_computed = growth.num_pairs
             self._note_computed(growth)
-        self._grow([(growth, [-1]) for growth in growths], logits)
+        grow([(growth, [-1]) for growth in growths], logits, self._head.target_ids)
 
-    def _next_level(self, growing: Sequence[tuple[_Growth, list[int]]]) -> None:
+    def _next_level(self, growing: Sequence[tuple[_PairGrowth, list[int]]]) -> None:
         """Guess behind the given nodes of each tree."""
         logits, outputs = self._compute([(growth, self._expansion(growth, nodes)) for growth, nodes in growing])
         places = [(growth, node) for growth, nodes in growing for node in nodes]
         for (growth, node), output in zip(places, outputs, strict=True):
             growth.expanded.append(node)
             growth.outputs[node] = output
-        self._grow(growing, logits)
+        grow(growing, logits, self._head.target_ids)
 
-    def _chain(self, growth: _Growth, num_pairs: int, *, wants_logits: bool = False) -> tuple[BatchEntry, torch.Tensor]:
+    def _chain(
+        self, growth: _PairGrowth, num_pairs: int, *, wants_logits: bool = False
+    ) -> tuple[BatchEntry, torch.Tensor]:
         """The next pairs of committed tokens that are not in the cache."""
         state = growth.state
         assert state.table is not None
@@ -273,68 +252,29 @@ class Eagle3Proposer:
         )
         return entry, state.backlog.rows(start, end)
 
-    def _expansion(self, growth: _Growth, nodes: list[int]) -> tuple[BatchEntry, torch.Tensor]:
-        """Rows for the nodes. While the expanded ones are a chain, those before are in the cache as if committed.
-
-        Where they branch, all of them are computed again behind the last pair, each seeing its own ancestors.
-        """
+    def _expansion(self, growth: _PairGrowth, nodes: list[int]) -> tuple[BatchEntry, torch.Tensor]:
+        """Rows for the nodes, each with what the head put out at its parent."""
         state, tree = growth.state, growth.tree
         assert state.table is not None
-        rows = [*growth.expanded, *nodes]
-        if all(tree.parents[node] == before for node, before in zip(rows, (-1, *rows), strict=False)):
-            start = growth.num_pairs - state.base + len(growth.expanded)
-            entry = BatchEntry(start, [tree.token_ids[nodes[0]]], state.table.block_ids, logits_from=0)
+        entry = growth.entry(nodes, growth.num_pairs - state.base, state.table.block_ids)
+        if not entry.tree:
             return entry, growth.outputs[tree.parents[nodes[0]]][None]
-        place = {-1: -1} | {node: i for i, node in enumerate(rows)}
-        entry = BatchEntry(
-            growth.num_pairs - state.base - 1,
-            growth.context.token_ids[-1:],
-            state.table.block_ids,
-            tree=[tree.token_ids[node] for node in rows],
-            parents=[place[tree.parents[node]] for node in rows],
-            logits_from=1 + len(growth.expanded),
-        )
-        last_pair = state.backlog.rows(growth.num_pairs - 1, growth.num_pairs)
-        return entry, torch.cat((last_pair, torch.stack([growth.outputs[tree.parents[node]] for node in rows])))
+        outputs = [growth.outputs[tree.parents[node]] for node in (*growth.expanded, *nodes)]
+        return entry, torch.cat((state.backlog.rows(growth.num_pairs - 1, growth.num_pairs), torch.stack(outputs)))
 
     def _compute(
-        self, parts: Sequence[tuple[_Growth, tuple[BatchEntry, torch.Tensor]]]
+        self, parts: Sequence[tuple[_PairGrowth, tuple[BatchEntry, torch.Tensor]]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         batch = lay_out([entry for _, (entry, _) in parts], self.pool.block_size)
         return self._head.forward(batch, torch.cat([hidden for _, (_, hidden) in parts]))
 
-    def _grow(self, growing: Sequence[tuple[_Growth, list[int]]], logits: torch.Tensor) -> None:
-        """One more level of each tree, behind the given nodes, whose logits stand one after another."""
-        rows = [self._sampling_row(growth, node) for growth, nodes in growing for node in nodes]
-        width = max(growth.tree.width for growth, _ in growing)
-        candidates = best_candidates(logits, rows, self._head.target_ids, width)
-        guesses = iter(zip(candidates.token_ids, candidates.chances, strict=True))
-        for growth, nodes in growing:
-            own = growth.tree.width
-            found = zip(nodes, islice(guesses, len(nodes)), strict=True)
-            growth.tree.grow([(node, token_ids[:own], chances[:own]) for node, (token_ids, chances) in found])
-
-    def _sampling_row(self, growth: _Growth, node: int) -> SamplingRow:
-        return SamplingRow.after(
-            growth.tree.path(node),
-            params=growth.context.sampling,
-            num_tokens=len(growth.context.token_ids),
-            num_prompt_tokens=growth.context.num_prompt_tokens,
-            stop_token_ids=growth.stops,
-            counts=growth.counts,
-        )
-
-    def _note_computed(self, growth: _Growth) -> None:
+    def _note_computed(self, growth: _PairGrowth) -> None:
         """Index the full blocks of a sequence that the cache has from its beginning, and let go of used features."""
         state = growth.state
         assert state.table is not None
         if state.base == 0 and state.num_computed // self.pool.block_size > len(state.table.hashes):
             self.pool.commit(state.table, growth.context.token_ids[1:], state.num_computed)
         state.backlog.drop_before(min(state.num_computed, growth.num_pairs - 1))
-
-
-def _own_config(context: DraftContext) -> SingleConfig:
-    return single_configs(context.config)[0]
 
 
 _FIRST_GUESS_PAIRS = 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,11 +10,12 @@ import torch
 from draft.candidates import Candidates, best_candidates
 from draft.config import MedusaConfig, bounds_of
 from draft.growing import TREE_WIDTH, GrowingTree
+from draft.growth import token_counts
 from draft.lives import Lives
 from draft.medusa_heads import MedusaHeads
 from draft.proposer import DraftContext, Features
 from draft.tree import Draft
-from target.sampling import SamplingRow, TokenCounts
+from target.sampling import SamplingRow
 
 
 @dataclass(slots=True)
@@ -93,10 +93,7 @@ class MedusaProposer:
 
     def _rows(self, context: DraftContext, depth: int) -> list[SamplingRow]:
         """One a head. Penalties count committed tokens alone: a head does not know what is guessed before it."""
-        counts = None
-        if context.sampling.has_penalties:
-            output = context.token_ids[context.num_prompt_tokens :]
-            counts = TokenCounts(frozenset(context.token_ids[: context.num_prompt_tokens]), Counter(output))
+        counts = token_counts(context)
         stops = context.sampling.all_stop_token_ids(self._eos_token_ids)
         num_tokens = len(context.token_ids)
         return [

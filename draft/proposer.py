@@ -37,7 +37,7 @@ class Features:
     """Index in the sequence of the first token they belong to. After a preemption tokens are computed again, and after
     a prefix hit they begin behind it, so it need not be where the last ones ended."""
     states: torch.Tensor
-    """[n, len(needs_features) * hidden size]"""
+    """[n, len(needs_features) * hidden size]; a view of the step's own, of which a proposer copies what it keeps."""
 
 
 class Proposer(Protocol):

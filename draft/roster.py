@@ -32,8 +32,7 @@ class DraftControl(Protocol):
     def limits(self, contexts: Sequence[DraftContext], method: str) -> list[int]:
         """Most nodes the method may draft for each; 0 skips it: it does not pay."""
 
-    @property
-    def min_confidence(self) -> float:
+    def min_confidence(self, context: DraftContext) -> float:
         """The least chance of a path for which verifying one more node pays; 0 takes everything."""
 
     def hope(self, context: DraftContext, method: str) -> float:
@@ -52,14 +51,15 @@ class AsConfigured:
     Where the config says "auto" that is `auto` nodes.
     """
 
-    min_confidence = 0.0
-
     def __init__(self, auto: int = 8) -> None:
         self._auto = auto
 
     def limits(self, contexts: Sequence[DraftContext], method: str) -> list[int]:
         all_bounds = [bounds_of(config_of(context.config, method)) for context in contexts]
         return [bounds.num_nodes if bounds.is_fixed else min(bounds.num_nodes, self._auto) for bounds in all_bounds]
+
+    def min_confidence(self, context: DraftContext) -> float:
+        return 0.0
 
     def hope(self, context: DraftContext, method: str) -> float:
         return 0.0
@@ -95,6 +95,8 @@ class Roster:
         self._proposers = dict(proposers)
         self._clock = clock
         self._methods: dict[int, tuple[str, ...]] = {}
+        self._layers: dict[int, tuple[int, ...]] = {}
+        """Of each sequence the layers of whose hidden states its proposers learn."""
 
     @property
     def methods(self) -> frozenset[str]:
@@ -127,6 +129,7 @@ class Roster:
         for proposer in [self._of(single) for single in singles]:
             proposer.start(seq_id, token_ids, cache_salt=cache_salt, prediction=prediction)
         self._methods[seq_id] = tuple(method_of(single) for single in singles)
+        self._layers[seq_id] = self.feature_layers(config)
 
     def propose(self, contexts: Sequence[DraftContext], most: Sequence[int], control: DraftControl) -> list[Draft]:
         """One draft a context, in order, of at most `most[i]` (> 0) nodes; empty drafts say why."""
@@ -147,7 +150,7 @@ class Roster:
         for turn, limit in zip(turns, control.limits([turn.context for turn in turns], method), strict=True):
             if limit > 0:
                 asked.append(turn)
-                contexts.append(_asking(turn.context, method, control.min_confidence))
+                contexts.append(_asking(turn.context, method, control.min_confidence(turn.context)))
                 limits.append(min(limit, turn.most))
             else:
                 self._settle(turn, Draft.none("does_not_pay", method), 0.0, control)
@@ -176,7 +179,7 @@ class Roster:
             for name in names:
                 self._proposers[name].commit(seq_id, token_ids, None)
             return
-        layers = sorted({layer for name in names for layer in self._proposers[name].needs_features})
+        layers = self._layers[seq_id]
         for name in names:
             needed = self._proposers[name].needs_features
             if needed or token_ids:
@@ -187,7 +190,7 @@ class Roster:
         """The sequence has ended. Raises ValueError for one that was not started."""
         for name in self._methods_of(seq_id):
             self._proposers[name].finish(seq_id)
-        del self._methods[seq_id]
+        del self._methods[seq_id], self._layers[seq_id]
 
     def _of(self, single: SingleConfig) -> Proposer:
         proposer = self._proposers.get(method_of(single))
@@ -216,9 +219,9 @@ def _asking(context: DraftContext, method: str, min_confidence: float) -> DraftC
     )
 
 
-def _columns(features: Features, layers: Sequence[int], needed: Sequence[int]) -> Features:
+def _columns(features: Features, layers: tuple[int, ...], needed: tuple[int, ...]) -> Features:
     """The columns of `needed` layers, in that order, out of states that carry `layers` side by side."""
-    if tuple(needed) == tuple(layers):
+    if needed == layers:
         return features
     blocks = torch.tensor_split(features.states, len(layers), dim=1)
     return Features(features.start, torch.cat([blocks[layers.index(layer)] for layer in needed], dim=1))

@@ -17,11 +17,21 @@ commands:
   serve       serve a model over REST and WebSocket; `forerun serve --help` explains every setting
   engine      run one engine alone, on a machine of its own; fronts find it in the store
   fetch       fetch and convert the embedded model, so that the first start is quick
+  train       train a head or Medusa heads for a target on its own answers
+  eval        how often a head's or draft model's guesses are accepted, by position
   simulate    replay recorded token sequences through lookup proposers, without a model
   chat        talk to a running service; tokens in the colour of what guessed them
   experiment  create, list, watch, stop and promote A/B experiments of a running service
   report      write an experiment's report as one HTML file
 """
+
+APART = {
+    "fetch": "target.embedded",
+    "train": "speculation.train",
+    "eval": "speculation.evaluate",
+    "simulate": "speculation.simulate",
+}
+"""Commands that load an engine's libraries, and their modules."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,10 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return serve(rest)
         case "engine":
             return engine(rest)
-        case "fetch":
-            return fetch(rest)
-        case "simulate":
-            return simulate(rest)
+        case "fetch" | "train" | "eval" | "simulate":
+            return run_apart(APART[command], rest)
         case "chat":
             return chat(rest)
         case "experiment" | "report":
@@ -71,14 +79,14 @@ def engine(arguments: Sequence[str]) -> int:
     return asyncio.run(run_engine(settings, partial(print, flush=True)))
 
 
-def fetch(arguments: Sequence[str]) -> int:
-    """Fetch the embedded model in a process of its own: this one loads no engine."""
-    return subprocess.run([sys.executable, "-m", "target.embedded", *arguments], check=False).returncode
-
-
-def simulate(arguments: Sequence[str]) -> int:
-    """Replay a log, in a process of its own like `fetch`."""
-    return subprocess.run([sys.executable, "-m", "speculation.simulate", *arguments], check=False).returncode
+def run_apart(module: str, arguments: Sequence[str]) -> int:
+    """Run a module of the engine's side in a process of its own: this one loads no engine. It sees Ctrl-C, too."""
+    with subprocess.Popen([sys.executable, "-m", module, *arguments]) as process:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                continue
 
 
 def chat(arguments: Sequence[str]) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
-from service.audit import Sample
 from service.choice import Choice, ChoiceDelta
 from service.engine_client import OutputStream
 from service.experiments.manager import Assignment
@@ -14,6 +14,12 @@ from service.generation import Generation
 from service.request_metrics import Metrics, speculative_decoding, timing
 from service.tokenizer import Tokenizer
 from speculation.messages import SequenceOutput
+
+
+class Witness(Protocol):
+    """Who is told everything the engine says of a request."""
+
+    def add(self, output: SequenceOutput) -> None: ...
 
 
 class Closing(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,15 +46,15 @@ class Answer:
         stream: OutputStream,
         arrived_at: float,
         assignment: Assignment | None = None,
-        sample: Sample | None = None,
+        witnesses: Sequence[Witness] = (),
     ) -> None:
-        """`arrived_at` is when the request arrived, by `time.perf_counter`; `sample` keeps tokens for the audit."""
+        """`arrived_at` is when the request arrived, by `time.perf_counter`."""
         self.generation = generation
         self.assignment = assignment
         """Its arm, if it takes part in an experiment."""
         self.is_aborted = False
         """Whether `abort` has cut it off."""
-        self._sample = sample
+        self._witnesses = witnesses
         self._stream = stream
         self._arrived_at = arrived_at
         self._choices = [Choice(index, generation, tokenizer) for index in range(generation.num_choices)]
@@ -84,8 +90,8 @@ class Answer:
             self._stream.abort(f"{self.generation.id}-{submit}")
 
     def _feed(self, index: int, output: SequenceOutput) -> ChoiceDelta:
-        if self._sample is not None:
-            self._sample.add(output)
+        for witness in self._witnesses:
+            witness.add(output)
         choice = self._choices[index]
         was_stopped = choice.is_stopped
         delta = choice.feed(output)

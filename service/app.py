@@ -28,6 +28,7 @@ from service.pool.routes import cache, drain
 from service.pool.routes import engines as list_engines
 from service.pool.security import Security
 from service.pool.store import MEMORY
+from service.request_log import RequestLog
 from service.service_routes import live, metrics, model, models, ready
 from service.settings import Settings
 from service.supervisor import EngineStartError
@@ -83,7 +84,7 @@ def create_app(settings: Settings, engine_command: Sequence[str] | None = None) 
     page_routes.setup(app)
     app.on_response_prepare.append(add_request_id)
     app.on_shutdown.append(close_sockets)
-    app.cleanup_ctx.append(engines)
+    app.cleanup_ctx.extend([request_log, engines])
     return app
 
 
@@ -91,6 +92,18 @@ def default_engine_command(settings: Settings, device: str) -> list[str]:
     """How an engine is started; the socket is added by who starts it."""
     engine = msgspec.structs.replace(settings.engine, device=device)
     return [sys.executable, "-m", "speculation.worker", "--settings", msgspec.json.encode(engine).decode()]
+
+
+async def request_log(app: web.Application) -> AsyncIterator[None]:
+    """Where finished requests are recorded, if asked for. Raises ValueError if that cannot be written."""
+    front, settings = app[FRONT], app[FRONT].settings.recording
+    if settings.request_log is None:
+        yield
+        return
+    log = front.request_log = RequestLog(settings.request_log, settings.request_log_bytes)
+    yield
+    front.request_log = None
+    await asyncio.to_thread(log.close)
 
 
 async def engines(app: web.Application) -> AsyncIterator[None]:

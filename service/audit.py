@@ -39,7 +39,7 @@ _log = structlog.get_logger("forerun.audit")
 class Client(Protocol):
     """Who runs sequences."""
 
-    def submit(self, submits: Sequence[Submit]) -> OutputStream: ...
+    def submit(self, submits: Sequence[Submit], *, is_internal: bool) -> OutputStream: ...
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,7 +204,7 @@ class Auditor:
         sample.num_attempts += 1
         outputs: list[SequenceOutput] = []
         try:
-            async with self._client.submit([sample.plain()]) as stream:
+            async with self._client.submit([sample.plain()], is_internal=True) as stream:
                 while not stream.is_finished:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(LOOK_SECONDS):

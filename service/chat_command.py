@@ -11,11 +11,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import IO, Any
 
 import aiohttp
 import msgspec
+
+from service.api_key import API_KEY_VARIABLE, ApiKeyError, add_key_flags, authorization, key_of
 
 SOURCE_COLOURS: Mapping[str, tuple[str, str]] = {
     "ngram": ("#2563c9", "#7fb0ff"),
@@ -126,7 +127,7 @@ class Chat:
         """Of the next request; None leaves it to the service."""
         self._url = f"{url.rstrip('/')}/v1/stream"
         self._options = options
-        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._headers = authorization(key)
         self._first = [] if system is None else [{"role": "system", "content": system}]
         self._messages: list[dict[str, str]] = list(self._first)
         self._out = out
@@ -150,7 +151,8 @@ class Chat:
                 await socket.send_json({"type": "generate", "id": "chat", "request": request})
                 finished = await self._read(socket, answer)
         except aiohttp.WSServerHandshakeError as error:
-            hint = "; it wants an API key that it knows: --api-key-file" if error.status == 401 else ""
+            wants = f"; it wants an API key that it knows: --api-key, or {API_KEY_VARIABLE}"
+            hint = wants if error.status == 401 else ""
             raise ChatError(f"{self._url} answers {error.status}{hint}") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ChatError(f"no answer from {self._url}: {error}") from error
@@ -219,10 +221,10 @@ def chat_command(
     options = {name: value for name in names if (value := getattr(chosen, name)) is not None}
     notes = Notes(errors, Palette.of(errors, environment))
     try:
-        key = read_key(chosen.api_key_file)
+        key = key_of(chosen, environment)
         chat = Chat(chosen.url, options, out, Palette.of(out, environment), system=chosen.system, key=key)
         chat.speculation = parse_speculation(chosen.speculation)
-    except ChatError as error:
+    except (ChatError, ApiKeyError) as error:
         notes.error(error)
         return 2
     if chosen.prompt or not is_interactive:
@@ -253,16 +255,6 @@ class Notes:
 
     def error(self, error: Exception) -> None:
         print(f"forerun chat: {error}", file=self._errors, flush=True)
-
-
-def read_key(path: str | None) -> str | None:
-    """The API key in a file, where it is in no process list. Raises `ChatError` for a file that cannot be read."""
-    if path is None:
-        return None
-    try:
-        return Path(path).expanduser().read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ChatError(f"--api-key-file {path}: {error}") from error
 
 
 def parse_speculation(text: str | None) -> object:
@@ -332,7 +324,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("prompt", nargs="*", metavar="QUESTION")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="address of the service")
-    parser.add_argument("--api-key-file", metavar="FILE", help="file that holds the key, where the service wants one")
+    add_key_flags(parser)
     parser.add_argument("--speculation", help="a profile, a method, or a config as JSON")
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-p", type=float)

@@ -50,7 +50,9 @@ class OutputStream:
     sequences, and a slow reader therefore holds back neither the engine nor other requests.
     """
 
-    def __init__(self, client: EngineClient, submits: Sequence[Submit]) -> None:
+    def __init__(self, client: EngineClient, submits: Sequence[Submit], *, is_internal: bool = False) -> None:
+        """`is_internal`: nobody asked for it but the service itself, so that it says nothing of what users see."""
+        self.is_internal = is_internal
         self.submitted_at = time.perf_counter()
         self.first_output_at: float | None = None
         """When the first tokens arrived here, by `time.perf_counter`."""

@@ -7,7 +7,7 @@ import os
 import signal
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,31 +76,31 @@ async def start_engine(
     connection does, and so also when the front is killed. Raises `EngineDiedError` if it ends, or takes longer than
     `connect_seconds`, before it connects. `cores` are those it keeps to.
     """
+    connected: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if connected.done():
+            writer.close()
+        else:
+            connected.set_result((reader, writer))
+
     async with AsyncExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="forerun-"))
-        path = Path(folder) / "engine.sock"
-        connected: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
-
-        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            if connected.done():
-                writer.close()
-            else:
-                connected.set_result((reader, writer))
-
-        server = await asyncio.start_unix_server(accept, path, limit=READ_BYTES)
-        stack.callback(server.close)
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            "--socket",
-            str(path),
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        stack.push_async_callback(_stop, process, connected, stop_seconds)
-        if cores is not None:
-            with suppress(OSError):  # it has ended already, or may not be told
-                os.sched_setaffinity(process.pid, cores)
-        reader, writer = await _connection(process, connected, connect_seconds)
+        # The folder is gone as soon as the engine is connected, so that a front that is killed leaves nothing behind.
+        with tempfile.TemporaryDirectory(prefix="forerun-") as folder:
+            path = Path(folder) / "engine.sock"
+            with closing(await asyncio.start_unix_server(accept, path, limit=READ_BYTES)):
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    "--socket",
+                    str(path),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+                stack.push_async_callback(_stop, process, connected, stop_seconds)
+                if cores is not None:
+                    with suppress(OSError):  # it has ended already, or may not be told
+                        os.sched_setaffinity(process.pid, cores)
+                reader, writer = await _connection(process, connected, connect_seconds)
         stack.callback(writer.close)
         yield EngineProcess(process, reader, writer)
 

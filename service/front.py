@@ -12,7 +12,7 @@ import structlog
 
 from service.admission import Admission
 from service.answer import Answer
-from service.audit import Auditor
+from service.audit import Auditor, Sample
 from service.engine_client import EngineRejectedError, EngineUnavailableError
 from service.errors import ApiError
 from service.experiments.assignment import RequestFacts
@@ -30,6 +30,7 @@ from service.pool.popularity import Popularity
 from service.pool.prefixes import Prefixes
 from service.pool.routing import ROUTINGS
 from service.pool.store import open_store
+from service.request_log import RequestLog, Transcript
 from service.schema import ChatCompletionRequest, CompletionRequest
 from service.served_model import ServedModel
 from service.settings import Settings
@@ -65,8 +66,8 @@ class Front:
             failover_attempts=settings.pool.failover_attempts,
         )
         self.metrics.registry.register(PoolCollector(self.client, self.store.health))
-        self.became_ready = asyncio.Event()
-        """Set when the first engine serves."""
+        self.request_log: RequestLog | None = None
+        """Where finished requests are recorded, if that was asked for and while the service runs."""
         self._model: ServedModel | None = None
         self._loading = asyncio.Lock()
         self.experiments = Experiments(
@@ -79,6 +80,11 @@ class Front:
             is_quiet=self._is_quiet,
             on_audit=self.metrics.note_audit,
         )
+
+    @property
+    def became_ready(self) -> asyncio.Event:
+        """Set when the first engine serves."""
+        return self.client.opened
 
     @property
     def is_ready(self) -> bool:
@@ -111,7 +117,6 @@ class Front:
                 served = self._model.ready.model_fingerprint
                 raise ValueError(f"its model is {ready.model_fingerprint}, what is served here is {served}")
         self.metrics.engine.is_up = True
-        self.became_ready.set()
 
     def lose(self) -> None:
         """An engine has died and will be replaced."""
@@ -145,14 +150,23 @@ class Front:
             method = method_of(generation.speculation or self.settings.engine.speculation)
             submits = generation.submits()
             sample = self.auditor.sample(submits, method, assignment)
+            transcript = None if self.request_log is None or generation.is_scoring else Transcript(submits)
+            witnesses = [witness for witness in (sample, transcript) if witness is not None]
             with taking_part(self.experiments, assignment) as part:
                 async with self.client.submit(submits) as stream:
-                    answer = Answer(generation, model.tokenizer, stream, origin.arrived_at, assignment, sample)
+                    answer = Answer(generation, model.tokenizer, stream, origin.arrived_at, assignment, witnesses)
                     yield answer
                     if stream.is_finished:
                         self._note_answer(answer, method, part, tenant)
-                        if sample is not None and not answer.is_aborted:
-                            self.auditor.keep(sample)
+                        if not answer.is_aborted:
+                            self._keep(sample, transcript)
+
+    def _keep(self, sample: Sample | None, transcript: Transcript | None) -> None:
+        """What is to be kept of a request that was answered to its end."""
+        if sample is not None:
+            self.auditor.keep(sample)
+        if transcript is not None and self.request_log is not None:
+            self.request_log.keep(transcript)
 
     def _assign(self, generation: Generation, body: GenerationBody, origin: Origin) -> Assignment | None:
         """The arm of a request, if it takes part in an experiment that this engine can serve."""

@@ -33,11 +33,11 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> int:
     configure_logs(settings.engine.log_level)
     try:
         app = create_app(settings)
+        runner = create_runner(app)
+        await runner.setup()
     except ValueError as error:
         _log.error("cannot serve", reason=str(error))
         return 1
-    runner = create_runner(app)
-    await runner.setup()
     stop = asyncio.Event()
     try:
         site = web.TCPSite(runner, settings.server.host, settings.server.port)

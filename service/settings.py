@@ -12,9 +12,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from service.api_key import API_KEY_VARIABLE
 from service.errors import ApiError, did_you_mean
 from service.experiments.validation import check_profile_name
 from service.pool.settings import ListenerSettings, PoolSettings, TenantSettings
+from service.request_log import RecordingSettings
 from service.validation import explain
 from speculation.messages import SpeculationConfig
 from speculation.settings import EngineSettings, PositiveInt
@@ -85,6 +87,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     server: ServerSettings = ServerSettings()
     limits: LimitSettings = LimitSettings()
     audit: AuditSettings = AuditSettings()
+    recording: RecordingSettings = RecordingSettings()
     engine: EngineSettings = EngineSettings()
     pool: PoolSettings = PoolSettings()
     tenants: TenantSettings = TenantSettings()
@@ -141,7 +144,8 @@ def load_settings(
     config = flags.pop("config", None) or environment.get(f"{PREFIX}CONFIG")
     tree = _read_file(Path(config)) if config else {}
     for variable, text in environment.items():
-        if not variable.startswith(PREFIX) or variable == f"{PREFIX}CONFIG":
+        # The key is for the commands that ask a service; whoever has it in his shell may start one there, too.
+        if not variable.startswith(PREFIX) or variable in {f"{PREFIX}CONFIG", API_KEY_VARIABLE}:
             continue
         option = known.get(variable.removeprefix(PREFIX).lower())
         if option is None:

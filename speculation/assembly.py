@@ -12,6 +12,7 @@ from draft.proposer import Proposer
 from draft.registry import lookup_proposers
 from draft.roster import Roster
 from draft.tokenizer_match import require_same_tokenizer
+from draft.weights import shipped_draft_model
 from speculation.calibration import time_steps
 from speculation.controller import DraftLengthController
 from speculation.cost_model import StepCostModel
@@ -40,7 +41,7 @@ def assemble(settings: EngineSettings) -> tuple[Engine, Ready]:
     runner = _load(folder, settings, num_blocks)
     proposers: dict[str, Proposer] = lookup_proposers(settings.corpus_tokens)
     if settings.draft_model is not None:
-        draft_folder = model_folder(settings.draft_model, cache_dir)
+        draft_folder = _draft_folder(settings.draft_model, settings.model, cache_dir)
         require_same_tokenizer(folder, draft_folder)
         proposers["draft_model"] = _draft_model(draft_folder, settings, num_blocks, target=config)
     proposers |= load_heads(folder, settings, runner, num_blocks)
@@ -57,7 +58,7 @@ def assemble(settings: EngineSettings) -> tuple[Engine, Ready]:
         max_waiting=settings.max_waiting,
         max_model_len=settings.max_model_len,
     )
-    costs.calibrate(time_steps(runner, engine.pool, time.monotonic))
+    costs.calibrate(time_steps(runner, engine.pool, time.monotonic, max_model_len=engine.max_model_len))
     return engine, Ready(
         model_fingerprint=identity,
         model_folder=str(folder),
@@ -73,15 +74,18 @@ def assemble(settings: EngineSettings) -> tuple[Engine, Ready]:
     )
 
 
-def model_folder(model: str, cache_dir: Path) -> Path:
-    """The Hugging Face folder of a model that is "embedded", a .gguf file (converted once) or such a folder already."""
+def model_folder(model: str, cache_dir: Path, *, setting: str = "model") -> Path:
+    """The Hugging Face folder of a model that is "embedded", a .gguf file (converted once) or such a folder already.
+
+    Raises ValueError, naming the setting, for what is none of these.
+    """
     if model == "embedded":
         return embedded_model_dir(cache_dir)
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
         return cached_conversion(path, structlog.get_logger("engine").info, cache_dir)
     if not path.is_dir():
-        raise ValueError(f'model is {model!r}; it must be a Hugging Face folder, a .gguf file or "embedded"')
+        raise ValueError(f'{setting} is {model!r}; it must be a Hugging Face folder, a .gguf file or "embedded"')
     return path
 
 
@@ -99,9 +103,21 @@ def _load(folder: Path, settings: EngineSettings, num_blocks: int) -> Runner:
     )
 
 
+def _draft_folder(draft_model: str, model: str, cache_dir: Path) -> Path:
+    if draft_model != "auto":
+        return model_folder(draft_model, cache_dir, setting="draft_model")
+    shipped = shipped_draft_model(model)
+    if shipped is None:
+        raise ValueError(f'draft_model is "auto", but none comes with forerun for {model}; name a folder')
+    return shipped
+
+
 def _draft_model(folder: Path, settings: EngineSettings, num_blocks: int, *, target: ModelConfig) -> Proposer:
     """A draft model whose pool holds as many tokens as the target's."""
-    runner = _load(folder, settings, num_blocks)
+    try:
+        runner = _load(folder, settings, num_blocks)
+    except ValueError as error:
+        raise ValueError(f"draft_model: {error}") from error
     return DraftModelProposer(
         runner,
         model_fingerprint=model_fingerprint(folder, dtype=settings.dtype, quantization=_arithmetic(settings, runner)),

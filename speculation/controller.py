@@ -14,17 +14,18 @@ from draft.config import (
     DraftBounds,
     bounds_of,
     config_of,
+    single_configs,
 )
 from draft.tree import Draft
 from speculation.acceptance import HOT_TEMPERATURE, AcceptanceModel, TrackRecord
-from speculation.cost_model import DraftingCost, StepCostModel
+from speculation.cost_model import DraftingCost, StepCostModel, StepLoad
 
 if TYPE_CHECKING:
     from draft.proposer import DraftContext
 
 FIRST_REACH = 8
 """Nodes a draft may have at first; twice as many after one that was worth keeping whole."""
-VAIN_SHARE = 0.01
+VAIN_SHARE = 0.005
 """Share of all time that may go into trying again what did not pay."""
 MAX_PAUSE = 256
 UNBOUNDED = DraftBounds(MAX_TREE_SIZE, MAX_SPECULATIVE_TOKENS, is_fixed=False, is_chain=False)
@@ -44,8 +45,9 @@ class _Habit:
     reach: int = FIRST_REACH
     has_confidences: bool = False
     pause: int = 0
-    rests: int = 0
-    """Steps it is not asked in, the rest of `pause`."""
+    """Steps that it rested last."""
+    wakes_at: int = 0
+    """The first step in which it may be asked again."""
     appraised: tuple[Draft, list[float]] | None = None
 
     def note(self, value: float, rate: float) -> None:
@@ -57,23 +59,43 @@ class _Habit:
 @dataclass(slots=True)
 class _Sequence:
     temperature: float
+    num_methods: int
+    """That its config names."""
     habits: dict[str, _Habit] = field(default_factory=dict)
+    wakes_at: int = 0
+    """The first step in which one of them may be asked."""
+
+    def lay_down(self, habit: _Habit, wakes_at: int) -> None:
+        """A method is not to be asked before then."""
+        habit.wakes_at = wakes_at
+        if len(self.habits) == self.num_methods:
+            self.wakes_at = min(each.wakes_at for each in self.habits.values())
 
 
 @dataclass(slots=True)
 class _Step:
     """One step's prices."""
 
-    num_sequences: int
-    num_rows: int
-    num_context_tokens: int
+    plain: StepLoad
+    """Of its decoding sequences without guesses: one row each."""
+    base: StepLoad
+    """With the rows of others."""
     plain_seconds: float
-    """What it would take without guesses."""
     rate: float
     """What a second is worth, in tokens."""
     row_price: float
-    """What one more row costs, in tokens."""
+    """What one more row costs, in tokens, before it attends to anything."""
+    num_asked: int = 0
+    proposing_seconds: float = 0.0
+    """What proposers took."""
     drafting_seconds: float = 0.0
+    """What all of drafting took, this controller included."""
+    guess_seconds: float = 0.0
+    """By how much guesses make it longer."""
+
+    @property
+    def num_sequences(self) -> int:
+        return self.plain.num_rows
 
 
 class DraftLengthController:
@@ -83,37 +105,53 @@ class DraftLengthController:
     makes the step longer (`StepCostModel`), times what a second is worth: the tokens that the running sequences make in
     one. Nodes are kept while they are worth more than they cost. A method is asked while that brings more than its
     drafting costs; else it rests, each time twice as long. What is tried again although it did not pay (a method that
-    rests, a kind of guess that used to fail) may take one hundredth of all time. Zero guesses is the plain step.
+    rests, a kind of guess that used to fail) may take a two-hundredth of all time. Zero guesses is the plain step.
 
-    Configs with explicit numbers are drafted as they stand. In one step: `begin`; the roster calls `limits`, `hope`,
-    `appraise` and `note_drafting`; `trim`; after the forward `observe` for each sequence, and `end`. No clock: times
-    are given.
+    Configs with explicit numbers are drafted as they stand. In one step: `begin`; for sequences that do not `rest` the
+    roster calls `limits`, `hope`, `appraise` and `note_drafting`, and then comes `trim`; `note_all_drafting`; after the
+    forward `observe` for each sequence, and `end`. No clock: times are given.
     """
 
     def __init__(self, costs: StepCostModel) -> None:
         self.costs = costs
         self._acceptance = AcceptanceModel()
         self._drafting: dict[str, DraftingCost] = {}
+        self._overhead = DraftingCost()
+        """What an asking costs beside the proposer."""
         self._classes: dict[tuple[str, bool], _Habit] = {}
         self._sequences: dict[int, _Sequence] = {}
         self._speedup = 1.0
+        self._num_steps = 0
         self._vain_seconds = 0.0
         """What may still be spent in vain."""
-        self.begin(num_sequences=1, num_rows=1, num_context_tokens=0)
+        self.begin(StepLoad(1))
         self._vain_seconds = self._step.plain_seconds
 
-    def begin(self, *, num_sequences: int, num_rows: int, num_context_tokens: int) -> None:
-        """A step with this many decoding sequences, and this many rows if nobody guesses."""
-        plain = self.costs.seconds(num_rows, num_context_tokens)
-        more = self.costs.seconds(num_rows + 2 * num_sequences, num_context_tokens)
-        rate = self._speedup * num_sequences / plain
-        price = rate * (more - plain) / (2 * num_sequences)
-        self._step = _Step(num_sequences, num_rows, num_context_tokens, plain, rate, price)
+    def begin(self, plain: StepLoad, num_other_rows: int = 0) -> None:
+        """A step that has, if nobody guesses, one row for each decoding sequence, and so many rows of others."""
+        self._num_steps += 1
+        base = plain.plus(num_other_rows, 0)
+        seconds = self.costs.seconds(base)
+        rate = self._speedup * plain.num_rows / seconds
+        more = self.costs.seconds(base.plus(2 * plain.num_rows, 0)) - seconds
+        self._step = _Step(plain, base, self.costs.seconds(plain), rate, rate * more / (2 * plain.num_rows))
 
-    @property
-    def min_confidence(self) -> float:
+    def min_confidence(self, context: DraftContext) -> float:
         """The least chance of a path for which a node pays in this step."""
-        return self._step.row_price
+        return self._row_price(context)
+
+    def _row_price(self, context: DraftContext) -> float:
+        """What one more row of the sequence costs, in tokens."""
+        return self._step.row_price + self._attention_price(context)
+
+    def _attention_price(self, context: DraftContext) -> float:
+        """The part of it that grows with the sequence."""
+        return self._step.rate * self.costs.attention_seconds(len(context.token_ids))
+
+    def rests(self, seq_id: int) -> bool:
+        """Whether none of the sequence's methods is to be asked in this step: it need not be looked at further."""
+        sequence = self._sequences.get(seq_id)
+        return sequence is not None and self._num_steps < sequence.wakes_at
 
     def limits(self, contexts: Sequence[DraftContext], method: str) -> list[int]:
         """Most nodes the method may draft for each; 0 where it rests because it does not pay."""
@@ -124,7 +162,7 @@ class DraftLengthController:
         habit = self._habit(context, method)
         if habit.bounds.is_fixed:
             return inf
-        return 0.0 if habit.rests else habit.value - self._drafting_price(method)
+        return 0.0 if self._num_steps < habit.wakes_at else habit.value - self._drafting_price(method)
 
     def appraise(self, context: DraftContext, method: str, draft: Draft) -> float:
         """What this draft is expected to bring, in tokens, less what verifying costs. Once each, empty ones too."""
@@ -132,7 +170,8 @@ class DraftLengthController:
         if habit.bounds.is_fixed:
             return inf if draft else 0.0
         chances = self._acceptance.path_chances(draft, context.sampling.temperature, habit.record)
-        gains = [chance - self._step.row_price for chance in chances if chance > self._step.row_price]
+        price = self._row_price(context)
+        gains = [chance - price for chance in chances if chance > price]
         worth = sum(gains)
         habit.note(worth, 0.15)
         kind = self._class_of(context, method)
@@ -147,7 +186,8 @@ class DraftLengthController:
 
     def note_drafting(self, method: str, drafts: Sequence[Draft], seconds: float) -> None:
         """A proposer has drafted for several sequences in so many seconds."""
-        self._step.drafting_seconds += seconds
+        self._step.proposing_seconds += seconds
+        self._step.num_asked += len(drafts)
         depth = sum(max(draft.depths, default=0) for draft in drafts) / len(drafts)
         self._drafting_cost(method).observe(depth, seconds / len(drafts))
 
@@ -156,21 +196,40 @@ class DraftLengthController:
 
         Where the curve has stairs, a stair is climbed as a whole or not at all.
         """
-        kept: list[list[int]] = [[] for _ in drafts]
+        kept: dict[int, list[int]] = {}
         ranked: list[tuple[float, int, int]] = []
+        num_fixed = 0
         for i, (context, draft) in enumerate(zip(contexts, drafts, strict=True)):
-            if not draft or self._habit(context, draft.source).bounds.is_fixed:
-                kept[i] = list(range(len(draft)))
-            else:
-                ranked += [(-chance, i, node) for node, chance in enumerate(self.chances(context, draft))]
+            if not draft:
+                continue
+            if self._habit(context, draft.source).bounds.is_fixed:
+                num_fixed += len(draft)
+                continue
+            kept[i] = []
+            price = self._attention_price(context)
+            ranked += [(price - chance, i, node) for node, chance in enumerate(self.chances(context, draft))]
         # A child's chance is at most its parent's, and comes behind it among equals: any prefix is a set of trees.
         ranked.sort()
-        for _, i, node in ranked[: self._best_size(ranked, sum(map(len, kept)))]:
+        for _, i, node in ranked[: self._best_size(ranked, num_fixed)]:
             kept[i].append(node)
-        return [
-            self._cut(context, draft, sorted(nodes))
-            for context, draft, nodes in zip(contexts, drafts, kept, strict=True)
-        ]
+        cut = list(drafts)
+        for i, nodes in kept.items():
+            cut[i] = self._cut(contexts[i], drafts[i], sorted(nodes))
+        if ranked or num_fixed:
+            self._step.guess_seconds = self._guess_seconds(contexts, cut)
+        return cut
+
+    def _guess_seconds(self, contexts: Sequence[DraftContext], drafts: Sequence[Draft]) -> float:
+        num_attended = sum(len(draft) * len(context.token_ids) for context, draft in zip(contexts, drafts, strict=True))
+        base = self._step.base
+        return self.costs.seconds(base.plus(sum(map(len, drafts)), num_attended)) - self.costs.seconds(base)
+
+    def note_all_drafting(self, seconds: float) -> None:
+        """All of this step's drafting has taken so long, proposers included."""
+        step = self._step
+        step.drafting_seconds = seconds
+        if step.num_asked:
+            self._overhead.observe(0, max(seconds - step.proposing_seconds, 0.0) / step.num_asked)
 
     def observe(self, seq_id: int, draft: Draft, path: Sequence[int]) -> None:
         """The target has verified `draft` and followed the nodes of `path`, root first, and none behind them."""
@@ -178,21 +237,30 @@ class DraftLengthController:
         if draft and sequence is not None and draft.source in sequence.habits:
             self._acceptance.learn(draft, path, sequence.temperature, sequence.habits[draft.source].record)
 
-    def end(self, *, num_tokens: int, num_rows: int, seconds: float, is_pure: bool) -> None:
-        """The step took `seconds`, drafting not counted, and committed `num_tokens` tokens of all sequences.
+    def end(self, load: StepLoad, *, num_tokens: int, seconds: float, is_pure: bool) -> None:
+        """The step with this load took `seconds`, drafting not counted, and committed `num_tokens` tokens in all.
 
         `is_pure`: its rows were decoding sequences' and their guesses' alone. Others say nothing about the curve.
         """
         step = self._step
-        self._vain_seconds = min(self._vain_seconds + VAIN_SHARE * seconds, 4 * step.plain_seconds)
+        # Room for the dearest asking, or it would never be tried again.
+        dearest = max((self._asking_seconds(method) for method in self._drafting), default=0.0)
+        most = 2 * max(step.plain_seconds, dearest)
+        self._vain_seconds = min(self._vain_seconds + VAIN_SHARE * seconds, most)
         if is_pure:
-            self.costs.observe(num_rows, step.num_context_tokens, seconds)
-            gain = num_tokens / step.num_sequences * step.plain_seconds / (seconds + step.drafting_seconds)
+            self.costs.observe(load, seconds)
+            # By what it should have taken: a hiccup says nothing about guessing.
+            taken = self.costs.seconds(load) + step.drafting_seconds
+            gain = num_tokens / step.num_sequences * step.plain_seconds / taken
             self._speedup = max(self._speedup + 0.05 * (min(gain, 16.0) - self._speedup), 1.0)
 
-    def saved_seconds(self, num_tokens: int, seconds: float) -> float:
-        """What a sequence that got `num_tokens` from a step of `seconds` was spared against one plain step a token."""
-        return num_tokens * self._step.plain_seconds - seconds
+    def saved_seconds(self, num_tokens: int) -> float:
+        """What a sequence that got `num_tokens` from this step was spared against one plain step a token.
+
+        By what steps cost now, not by how long this one took: a hiccup would have met plain decoding as well.
+        """
+        step = self._step
+        return (num_tokens - 1) * step.plain_seconds - step.guess_seconds - step.drafting_seconds
 
     @property
     def num_sequences(self) -> int:
@@ -207,23 +275,22 @@ class DraftLengthController:
         habit = self._habit(context, method)
         if habit.bounds.is_fixed:
             return habit.bounds.num_nodes
-        if habit.rests:
-            habit.rests -= 1
+        if self._num_steps < habit.wakes_at:
             return 0
-        if habit.value <= self._drafting_price(method):
-            if not self._spend_in_vain(self._drafting_cost(method).seconds):
-                return 0
-            habit.pause = min(max(2 * habit.pause, 1), self._longest_pause(method))
-            habit.rests = habit.pause
-        else:
+        if habit.value > self._drafting_price(method):
             habit.pause = 0
+        else:
+            habit.pause = min(max(2 * habit.pause, 1), self._longest_pause(method))
+            self._sequences[context.seq_id].lay_down(habit, self._num_steps + 1 + habit.pause)
+            if not self._spend_in_vain(self._asking_seconds(method)):
+                return 0
         return min(self._reach(context, method, habit), habit.bounds.num_nodes)
 
     def _reach(self, context: DraftContext, method: str, habit: _Habit) -> int:
         """How many nodes to ask for. A proposer without confidences cannot know where to stop, so we tell it."""
         if habit.has_confidences or method in MODEL_FREE_METHODS:
             return habit.reach
-        price = self._step.row_price + self._step.rate * self._drafting_cost(method).seconds_per_level
+        price = self._row_price(context) + self._step.rate * self._drafting_cost(method).seconds_per_level
         chances = self._acceptance.chain_chances(method, context.sampling.temperature, habit.reach, habit.record)
         return max(sum(chance > price for chance in chances), 1)
 
@@ -236,22 +303,22 @@ class DraftLengthController:
 
     def _best_size(self, ranked: list[tuple[float, int, int]], num_fixed: int) -> int:
         """How many of the ranked nodes to verify: where tokens gained minus tokens' worth of time is largest."""
-        base = self._step.num_rows + num_fixed
-        base_seconds = self.costs.seconds(base)
+        base = self._step.base.num_rows + num_fixed
+        base_seconds = self.costs.rows_seconds(base)
         best_gain = gained = 0.0
         best = 0
         for size, (negated, _, _) in enumerate(ranked, start=1):
             gained -= negated
-            gain = gained - self._step.rate * (self.costs.seconds(base + size) - base_seconds)
+            gain = gained - self._step.rate * (self.costs.rows_seconds(base + size) - base_seconds)
             if gain > best_gain:
                 best, best_gain = size, gain
         return best
 
     def _cut(self, context: DraftContext, draft: Draft, nodes: list[int]) -> Draft:
-        if nodes or not draft:
+        if nodes:
             return draft.keep(nodes)
         wants_trial = self._acceptance.wants_trial(draft, context.sampling.temperature)
-        if wants_trial and self._spend_in_vain(self._step.row_price / self._step.rate):
+        if wants_trial and self._spend_in_vain(self._row_price(context) / self._step.rate):
             return draft.keep([0])
         return Draft.none("does_not_pay", draft.source)
 
@@ -263,12 +330,15 @@ class DraftLengthController:
 
     def _longest_pause(self, method: str) -> int:
         """Steps of rest with which asking in vain takes its share of time, if every sequence did."""
-        cost = self._drafting_cost(method).seconds * self._step.num_sequences / self._step.plain_seconds
+        cost = self._asking_seconds(method) * self._step.num_sequences / self._step.plain_seconds
         return max(min(ceil(cost / VAIN_SHARE), MAX_PAUSE), 1)
 
     def _drafting_price(self, method: str) -> float:
         """What asking costs, in tokens."""
-        return self._step.rate * self._drafting_cost(method).seconds
+        return self._step.rate * self._asking_seconds(method)
+
+    def _asking_seconds(self, method: str) -> float:
+        return self._drafting_cost(method).seconds + self._overhead.seconds
 
     def _drafting_cost(self, method: str) -> DraftingCost:
         if method not in self._drafting:
@@ -279,7 +349,8 @@ class DraftLengthController:
         """What is known of a method that the sequence's config names."""
         sequence = self._sequences.get(context.seq_id)
         if sequence is None:
-            sequence = self._sequences[context.seq_id] = _Sequence(context.sampling.temperature)
+            num_methods = len(single_configs(context.config))
+            sequence = self._sequences[context.seq_id] = _Sequence(context.sampling.temperature, num_methods)
         habit = sequence.habits.get(method)
         if habit is None:
             bounds, kind = bounds_of(config_of(context.config, method)), self._class_of(context, method)

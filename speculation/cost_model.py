@@ -1,109 +1,152 @@
-"""What a step costs, by the number of rows in it; and what drafting costs."""
+"""What a step costs, by the rows in it and what they attend to; and what drafting costs."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from math import exp, log
 from statistics import median
+from typing import NamedTuple
 
 KNOTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 192, 256, 384, 512)
 """Numbers of rows whose cost is learned; between them it is interpolated."""
-CALIBRATION_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+CALIBRATION_ROWS = (1, 16, 4, 2, 8, 3, 6, 32, 12, 24, 64)
 """Steps an engine should time at its start, several times each and interleaved, for `StepCostModel.calibrate`."""
+CALIBRATION_ROWS_FAR = (1, 4, 16)
+"""Those to be timed at a second, longer context, too."""
 
 RECENT = 9
-SLOW = 0.02
-"""Share of an observation that enters the curve's shape, once it is known."""
-CLIP = 0.25
-"""An observation moves the curve's shape as if it were at most exp(±CLIP) off: hiccups are no news."""
+"""Steps that say how fast the machine is now."""
+AGREEING = 5
+"""Steps with as many rows that say by how much the curve is off there."""
+FAST, SLOW = 0.3, 0.05
+"""Share of that which is taken over at each further one, at first and when some hundred have been seen."""
+STALE = 0.02
+"""By how much, in logs, the curve may lag behind what was learned: drawing it anew takes time."""
+
+
+class StepLoad(NamedTuple):
+    """What makes a step long."""
+
+    num_rows: int
+    num_context_tokens: int = 0
+    """Tokens of its sequences: their keys and values are read."""
+    num_attended_tokens: int = 0
+    """The same, counted for each row: scores are computed. A step without guesses has one row a sequence."""
+
+    def plus(self, num_rows: int, num_attended_tokens: int) -> StepLoad:
+        """With so many more rows in the same sequences."""
+        return StepLoad(
+            self.num_rows + num_rows, self.num_context_tokens, self.num_attended_tokens + num_attended_tokens
+        )
 
 
 class StepCostModel:
-    """Seconds of a step = machine's pace × curve(rows) + seconds per context token × context tokens.
+    """Seconds of a step = the machine's pace × (curve(rows) + a × context tokens + b × attended tokens).
 
-    The curve's *shape*, which decides how many rows pay, is learned slowly, knot by knot, and never falls with more
-    rows. The *pace* is the median of the last few observations against the shape: when everything becomes slower (a
-    neighbour, a clock, long contexts) all row counts become slower at once, also those not seen for a while.
+    The *pace* is the median of the last few steps against the rest: when everything becomes slower (a neighbour, a
+    clock) everything becomes slower at once, also what was not seen for a while, and a single hiccup is no news. The
+    *curve*, which decides how many rows pay, is learned knot by knot: where steps of a size keep deviating from those
+    just before and behind them, the curve follows their median. It never falls with more rows. The prices of context
+    are those of the start, in units of the pace.
     """
 
     def __init__(self) -> None:
         self._log_shape = [log(1 + 0.03 * (rows - 1)) for rows in KNOTS]
         """Before anything is known one more row costs three hundredths of the first."""
         self._num_seen = [0] * len(KNOTS)
-        self._paces: deque[float] = deque([log(0.01)], maxlen=RECENT)
-        self._seconds_per_context_token = 0.0
-        self._num_observed = 0
+        """Steps of each knot, those of the start not counted."""
+        self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
+        """Of the last steps the knot, and the log of how long they took against what the curve says."""
+        self._surprises = [deque[float](maxlen=AGREEING) for _ in KNOTS]
+        """By how much steps of each knot took longer than those around them, in logs."""
+        self._context_price = 0.0
+        self._attended_price = 0.0
         self._curve: list[float] = []
+        self._undrawn = 0.0
+        self._pace = 0.01
         self._redraw()
 
-    def calibrate(self, samples: Iterable[tuple[int, int, float]]) -> None:
-        """Start from timed steps: (rows, context tokens, seconds). Several of each, so that hiccups cancel.
+    def calibrate(self, samples: Iterable[tuple[StepLoad, float]]) -> None:
+        """Start from timed steps, in seconds. Several of each load: the quick ones count, for hiccups only lengthen.
 
-        With the same rows at two context lengths or more, the price of context is fitted, too.
+        With the same rows at two context lengths or more, the prices of context are fitted, too.
         """
-        timed: dict[tuple[int, int], list[float]] = defaultdict(list)
-        for num_rows, num_context_tokens, seconds in samples:
-            timed[num_rows, num_context_tokens].append(seconds)
-        medians = {key: median(values) for key, values in timed.items()}
-        if not medians:
+        timed: dict[StepLoad, list[float]] = defaultdict(list)
+        for load, seconds in samples:
+            timed[load].append(seconds)
+        if not timed:
             return
-        self._fit_context(medians)
+        quick = {load: sorted(values)[(len(values) - 1) // 4] for load, values in timed.items()}
+        context_price, attended_price = _context_prices(quick)
         by_rows: dict[int, list[float]] = defaultdict(list)
-        for (num_rows, num_context_tokens), seconds in medians.items():
-            by_rows[num_rows].append(self._without_context(num_context_tokens, seconds))
+        for load, seconds in quick.items():
+            context = context_price * load.num_context_tokens + attended_price * load.num_attended_tokens
+            by_rows[load.num_rows].append(max(seconds - context, seconds / 10))
         known = sorted((num_rows, median(values)) for num_rows, values in by_rows.items())
-        self._log_shape = [log(_interpolate(known, rows) / known[0][1]) for rows in KNOTS]
-        self._num_seen = [20] * len(KNOTS)
-        self._paces.clear()
-        self._paces.append(log(known[0][1]))
-        self._num_observed += 1
+        self._pace = known[0][1]
+        self._context_price, self._attended_price = context_price / self._pace, attended_price / self._pace
+        self._log_shape = [log(_interpolate(known, rows) / self._pace) for rows in KNOTS]
+        self._num_seen = [0] * len(KNOTS)
+        self._recent.clear()
         self._redraw()
 
-    def observe(self, num_rows: int, num_context_tokens: int, seconds: float) -> None:
+    def observe(self, load: StepLoad, seconds: float) -> None:
         """A step of decoding rows took this long, drafting not counted. Cheap enough for every step."""
-        knot = _nearest_knot(num_rows)
-        measured = log(self._without_context(num_context_tokens, seconds))
-        expected = log(self._curve_at(num_rows))
-        if not self._num_observed:
-            self._paces.clear()
-        self._num_observed += 1
-        self._paces.append(measured - expected)
-        surprise = measured - expected - median(self._paces)
+        self._recent.append((_nearest_knot(load.num_rows), log(max(seconds, 1e-9) / self._relative(load))))
+        middle = median(against for _, against in self._recent)
+        if len(self._recent) == RECENT:
+            # Against the steps on both sides of it: where the pace jumps, a step belongs to one of the two.
+            knot, against = self._recent[RECENT // 2]
+            self._learn(knot, against - middle)
+        self._pace = exp(middle)
+
+    def seconds(self, load: StepLoad) -> float:
+        """What a step would take now."""
+        return self._pace * self._relative(load)
+
+    def rows_seconds(self, num_rows: int) -> float:
+        """The part of it that depends on the number of rows alone."""
+        return self._pace * self._curve_at(num_rows)
+
+    def attention_seconds(self, num_tokens: int) -> float:
+        """What it costs now that a row more attends to so many tokens that others read already."""
+        return self._pace * self._attended_price * num_tokens
+
+    def _relative(self, load: StepLoad) -> float:
+        context = self._context_price * load.num_context_tokens + self._attended_price * load.num_attended_tokens
+        return self._curve_at(load.num_rows) + context
+
+    def _learn(self, knot: int, surprise: float) -> None:
+        """A step with as many rows took exp(`surprise`) times what its neighbours in time would let expect."""
         self._num_seen[knot] += 1
-        rate = max(SLOW, 1 / (1 + self._num_seen[knot]))
-        self._log_shape[knot] += rate * max(-CLIP, min(CLIP, surprise))
-        self._redraw()
-
-    def seconds(self, num_rows: int, num_context_tokens: int = 0) -> float:
-        """What a step of `num_rows` rows would take now."""
-        return self._pace * self._curve_at(num_rows) + self._seconds_per_context_token * num_context_tokens
-
-    def _without_context(self, num_context_tokens: int, seconds: float) -> float:
-        return max(seconds - self._seconds_per_context_token * num_context_tokens, seconds / 10, 1e-9)
-
-    def _fit_context(self, medians: dict[tuple[int, int], float]) -> None:
-        slopes = []
-        for (num_rows, context), seconds in medians.items():
-            for (other_rows, other_context), other_seconds in medians.items():
-                if num_rows == other_rows and context < other_context:
-                    slopes.append((other_seconds - seconds) / (other_context - context))
-        self._seconds_per_context_token = max(median(slopes), 0.0) if slopes else 0.0
+        surprises = self._surprises[knot]
+        surprises.append(surprise)
+        if len(surprises) == AGREEING:
+            change = max(FAST / (1 + self._num_seen[knot] / 20), SLOW) * median(surprises)
+            self._log_shape[knot] += change
+            self._surprises[knot] = deque([each - change for each in surprises], maxlen=AGREEING)
+            self._undrawn += abs(change)
+            if self._undrawn > STALE:
+                self._redraw()
 
     def _redraw(self) -> None:
-        """The curve from its shape: where noise makes more rows look cheaper, neighbours share their mean."""
+        """The curve from its shape: where more rows look cheaper, neighbours share their mean.
+
+        Sizes that run weigh most, so that a size whose timing at the start was unlucky gives way to them.
+        """
         pools: list[tuple[float, float, int]] = []
         for value, seen in zip(self._log_shape, self._num_seen, strict=True):
-            mean, weight, width = value, min(seen, 50) + 0.1, 1
+            mean, weight, width = value, min(seen, 50) + 1.0, 1
             while pools and pools[-1][0] > mean:
                 other, other_weight, other_width = pools.pop()
                 mean = (mean * weight + other * other_weight) / (weight + other_weight)
                 weight, width = weight + other_weight, width + other_width
             pools.append((mean, weight, width))
-        self._curve = [exp(mean) for mean, _, width in pools for _ in range(width)]
-        self._pace = exp(median(self._paces))
+        self._curve = [value for mean, _, width in pools for value in [exp(mean)] * width]
+        self._undrawn = 0.0
 
     def _curve_at(self, num_rows: int) -> float:
         i = bisect_left(KNOTS, num_rows)
@@ -113,6 +156,25 @@ class StepCostModel:
         low, high = KNOTS[i - 1], KNOTS[i]
         share = (num_rows - low) / (high - low)
         return max(self._curve[i - 1] + share * (self._curve[i] - self._curve[i - 1]), 0.0)
+
+
+def _context_prices(seconds: Mapping[StepLoad, float]) -> tuple[float, float]:
+    """Seconds a context token and an attended one, from steps that differ in nothing else but their context.
+
+    Where rows are all of one sequence, a step of r rows costs (a + r × b) more for a token more.
+    """
+    slopes_by_rows: dict[int, list[float]] = defaultdict(list)
+    for load, near in seconds.items():
+        for other, far in seconds.items():
+            if load.num_rows == other.num_rows and load.num_context_tokens < other.num_context_tokens:
+                num_more = other.num_context_tokens - load.num_context_tokens
+                slopes_by_rows[load.num_rows].append((far - near) / num_more)
+    slopes = {num_rows: median(values) for num_rows, values in slopes_by_rows.items()}
+    if not slopes:
+        return 0.0, 0.0
+    steeper = [(slopes[many] - slopes[few]) / (many - few) for few in slopes for many in slopes if few < many]
+    attended = max(median(steeper), 0.0) if steeper else 0.0
+    return max(median(slope - attended * rows for rows, slope in slopes.items()), 0.0), attended
 
 
 def _nearest_knot(num_rows: int) -> int:

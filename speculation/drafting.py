@@ -12,6 +12,7 @@ from draft.proposer import DraftContext, Features
 from draft.roster import Roster
 from draft.tree import Draft
 from speculation.controller import DraftLengthController
+from speculation.cost_model import StepLoad
 from speculation.sequence import Sequence
 from target.batch import MAX_TREE_SIZE
 
@@ -26,6 +27,8 @@ class Drafting:
         self._hidden_size = hidden_size
         self._feature_layers = roster.all_feature_layers
         self._seconds = 0.0
+        self._layers: dict[int, tuple[int, ...]] = {}
+        """Of each sequence the layers of whose features its proposers learn."""
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -41,9 +44,14 @@ class Drafting:
             cache_salt=sequence.request.cache_salt,
             prediction=sequence.request.prediction_token_ids,
         )
+        self._layers[sequence.seq_id] = self._roster.feature_layers(sequence.config)
+
+    def wants_features(self, sequence: Sequence) -> bool:
+        """Whether some proposer of the sequence learns of features."""
+        return bool(self._layers[sequence.seq_id])
 
     def propose(self, ready: Seq[Sequence], num_other_rows: int) -> dict[int, Draft]:
-        """Drafts by seq_id for all that are `ready`; `num_other_rows` rows of this step belong to others.
+        """Drafts by seq_id for all that are `ready`, one row each; `num_other_rows` rows of this step belong to others.
 
         The draft length is the controller's; numbers that a config gives explicitly are taken as they stand.
         """
@@ -52,16 +60,15 @@ class Drafting:
         contexts: list[DraftContext] = []
         most: list[int] = []
         if ready:
-            self._controller.begin(
-                num_sequences=len(ready),
-                num_rows=len(ready) + num_other_rows,
-                num_context_tokens=sum(sequence.num_tokens for sequence in ready),
-            )
+            num_tokens = sum(sequence.num_tokens for sequence in ready)
+            self._controller.begin(StepLoad(len(ready), num_tokens, num_tokens), num_other_rows)
         for sequence in ready:
             if not single_configs(sequence.config):
                 drafts[sequence.seq_id] = Draft.none("disabled")
             elif sequence.num_remaining_tokens <= 1:
                 drafts[sequence.seq_id] = Draft.none("last_token")
+            elif self._controller.rests(sequence.seq_id):
+                drafts[sequence.seq_id] = Draft.none("does_not_pay")
             else:
                 contexts.append(_context(sequence))
                 most.append(MAX_TREE_SIZE)
@@ -69,6 +76,7 @@ class Drafting:
             proposed = self._controller.trim(contexts, self._roster.propose(contexts, most, self._controller))
             drafts.update((context.seq_id, draft) for context, draft in zip(contexts, proposed, strict=True))
         self._seconds = perf_counter() - started
+        self._controller.note_all_drafting(self._seconds)
         return drafts
 
     def observe(self, sequence: Sequence, draft: Draft, path: tuple[int, ...]) -> None:
@@ -78,28 +86,30 @@ class Drafting:
     def commit(self, sequence: Sequence, token_ids: list[int], features: torch.Tensor | None, start: int) -> None:
         """`token_ids` were appended; `features` [n, all layers' columns] are those of tokens `start`, `start` + 1, …"""
         mine = None
-        layers = self._roster.feature_layers(sequence.config)
+        layers = self._layers[sequence.seq_id]
         if features is not None and layers:
-            blocks = torch.split(features, self._hidden_size, dim=1)
-            mine = Features(start, torch.cat([blocks[self._feature_layers.index(layer)] for layer in layers], dim=1))
+            if layers != self._feature_layers:
+                blocks = torch.split(features, self._hidden_size, dim=1)
+                features = torch.cat([blocks[self._feature_layers.index(layer)] for layer in layers], dim=1)
+            mine = Features(start, features)
         if token_ids or mine is not None:
             self._roster.commit(sequence.seq_id, token_ids, mine)
 
-    def saved_seconds(self, sequence: Sequence, num_tokens: int, step_seconds: float) -> float:
+    def saved_seconds(self, sequence: Sequence, draft: Draft, num_tokens: int) -> float:
         """Estimated time that guessing spared this sequence in this step, against one plain step a token."""
-        if not single_configs(sequence.config) or not num_tokens:
+        was_ready = draft or draft.skipped is not None
+        if not was_ready or not num_tokens or not single_configs(sequence.config):
             return 0.0
-        return self._controller.saved_seconds(num_tokens, step_seconds)
+        return self._controller.saved_seconds(num_tokens)
 
-    def end(self, *, num_tokens: int, num_rows: int, step_seconds: float, is_pure: bool) -> None:
+    def end(self, load: StepLoad, *, num_tokens: int, step_seconds: float, is_pure: bool) -> None:
         """The step is over; see `DraftLengthController.end`. `step_seconds` includes drafting."""
-        self._controller.end(
-            num_tokens=num_tokens, num_rows=num_rows, seconds=step_seconds - self._seconds, is_pure=is_pure
-        )
+        self._controller.end(load, num_tokens=num_tokens, seconds=step_seconds - self._seconds, is_pure=is_pure)
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence has ended."""
         self._roster.finish(sequence.seq_id)
+        del self._layers[sequence.seq_id]
         self._controller.finish(sequence.seq_id)
 
 

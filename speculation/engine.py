@@ -68,7 +68,10 @@ class Engine:
         self.pool = BlockPool(runner.kv_pool.num_blocks, runner.kv_pool.block_size)
         self.max_model_len = min(max_model_len or runner.config.max_model_len, runner.config.max_model_len)
         self._methods = roster.methods
-        resolve(default_config, self._methods)
+        try:
+            resolve(default_config, self._methods)
+        except ValueError as error:
+            raise ValueError(f"speculation: {error}") from error
         self._scheduler = Scheduler(
             self.pool,
             max_num_seqs=max_num_seqs,
@@ -160,7 +163,7 @@ class Engine:
         self._move_accepted(step.batch, verdicts)
         now = self._clock()
         results = [
-            self._commit(rows, verdict, step.forward, now, now - step.started)
+            self._commit(rows, verdict, step.forward, now)
             for rows, verdict in zip(step.batch.rows, verdicts, strict=True)
         ]
         found = [result for result in results if result is not None]
@@ -245,7 +248,7 @@ class Engine:
         self._runner.kv_pool.move(sources, destinations)
 
     def _commit(
-        self, rows: SequenceRows, verdict: Verdict | None, forward: ForwardOutput, now: float, step_seconds: float
+        self, rows: SequenceRows, verdict: Verdict | None, forward: ForwardOutput, now: float
     ) -> SequenceResult | None:
         """Append what was verified, keep the pool true to it, and tell the proposer."""
         scheduled, sequence = rows.scheduled, rows.scheduled.sequence
@@ -259,12 +262,14 @@ class Engine:
         if verdict is not None:
             token_ids = self._truncate(sequence, verdict)
             path = verdict.path[: len(token_ids)]
-            sequence.counters.saved_seconds += self._drafting.saved_seconds(sequence, len(token_ids), step_seconds)
+            sequence.counters.saved_seconds += self._drafting.saved_seconds(sequence, scheduled.draft, len(token_ids))
             sequence.append(token_ids)
             sequence.num_computed_tokens += max(len(token_ids) - 1, 0)
         self.pool.trim(sequence.table, max(sequence.num_tokens, sequence.num_computed_tokens))
         self.pool.commit(sequence.table, sequence.token_ids, sequence.num_computed_tokens)
-        features = self._features(rows, path[: max(len(token_ids) - 1, 0)], forward)
+        features = None
+        if forward.features is not None and self._drafting.wants_features(sequence):
+            features = _features_of(rows, path[: max(len(token_ids) - 1, 0)], forward.features)
         self._drafting.commit(sequence, token_ids, features, computed_from)
         if sequence.is_finished:
             self._retire(sequence)
@@ -272,13 +277,13 @@ class Engine:
 
     def _note_step(self, plan: StepPlan, num_tokens: int, seconds: float) -> None:
         self._counters.note_step(seconds)
-        num_rows = sum(scheduled.num_chain + len(scheduled.draft) for scheduled in plan.scheduled)
+        load = plan.load
         is_pure = bool(plan.scheduled) and all(s.num_chain == 1 and s.completes for s in plan.scheduled)
         if is_pure:
             self._counters.decode.note(num_tokens, seconds)
         elif plan.scheduled:
-            self._counters.prefill.note(num_rows, seconds)
-        self._drafting.end(num_tokens=num_tokens, num_rows=num_rows, step_seconds=seconds, is_pure=is_pure)
+            self._counters.prefill.note(load.num_rows, seconds)
+        self._drafting.end(load, num_tokens=num_tokens, step_seconds=seconds, is_pure=is_pure)
 
     def _note_chunk(self, sequence: Sequence, num_chain: int, now: float) -> None:
         if sequence.counters.prefill_end is None:
@@ -313,20 +318,20 @@ class Engine:
             sequence.finish_reason = "length"
         return token_ids
 
-    @staticmethod
-    def _features(rows: SequenceRows, accepted: tuple[int, ...], forward: ForwardOutput) -> torch.Tensor | None:
-        """Those of the tokens that are committed and were computed in this step: the chain, then accepted nodes."""
-        if forward.features is None:
-            return None
-        chain_end = rows.first_row + rows.scheduled.num_chain
-        index = [*range(rows.first_row, chain_end), *(chain_end + node for node in accepted)]
-        return forward.features[to_device(index, forward.features.device)]
-
     def _retire(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended; its blocks are free when this returns."""
         self._scheduler.remove(sequence)
         del self._sequences[sequence.request.request_id]
         self._counters.saved_seconds += sequence.counters.saved_seconds
+
+
+def _features_of(rows: SequenceRows, accepted: tuple[int, ...], features: torch.Tensor) -> torch.Tensor:
+    """Those of the tokens that are committed and were computed in this step: the chain, then accepted nodes."""
+    chain_end = rows.first_row + rows.scheduled.num_chain
+    if accepted == tuple(range(len(accepted))):
+        return features[rows.first_row : chain_end + len(accepted)]
+    index = [*range(rows.first_row, chain_end), *(chain_end + node for node in accepted)]
+    return features[to_device(index, features.device)]
 
 
 def _rejected(request: Submit, code: str, message: str, param: str | None = None) -> Rejected:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, mul
 
 from cache_store.block_pool import BlockPool
 from cache_store.hashing import root_hash
 from draft.tree import Draft
+from speculation.cost_model import StepLoad
 from speculation.sequence import Sequence
 
 
@@ -37,6 +38,13 @@ class StepPlan:
     """Sequences that left the queue for this step."""
     preempted: tuple[Sequence, ...]
     """Sequences whose blocks were taken for more urgent ones; they are in the queue again."""
+
+    @property
+    def load(self) -> StepLoad:
+        """What makes it long."""
+        rows = [scheduled.num_chain + len(scheduled.draft) for scheduled in self.scheduled]
+        contexts = [scheduled.sequence.num_tokens for scheduled in self.scheduled]
+        return StepLoad(sum(rows), sum(contexts), sum(map(mul, rows, contexts)))
 
 
 class TokenBudget:

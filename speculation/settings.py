@@ -21,7 +21,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = "embedded"
     draft_model: Annotated[
         str | None,
-        Meta(description="folder or .gguf file of a small model with the target's tokenizer; enables draft_model"),
+        Meta(
+            description="folder or .gguf file of a small model with the target's tokenizer, which enables draft_model; "
+            '"auto" is the one that comes with forerun for the embedded model'
+        ),
     ] = None
     eagle3: Annotated[
         str | None,

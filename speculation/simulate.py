@@ -28,21 +28,12 @@ from draft.registry import lookup_proposers
 from draft.roster import Roster
 from draft.tree import Draft
 from speculation.controller import DraftLengthController
-from speculation.cost_model import StepCostModel
+from speculation.cost_model import StepCostModel, StepLoad
+from speculation.recording import Recording, read_log
 from target.sampling_params import SamplingParams
 
 DEFAULT_CURVE = "1:4.3,3:6,5:8,8:12,16:21"
 """Milliseconds by rows: the embedded model in one native call on two cores."""
-
-
-class Recording(msgspec.Struct, frozen=True, kw_only=True):
-    """One recorded sequence, a line of the log. Further fields are ignored."""
-
-    prompt_token_ids: list[int]
-    output_token_ids: list[int]
-    prediction_token_ids: list[int] = []
-    cache_salt: str = ""
-    temperature: float = 0.0
 
 
 @dataclass(slots=True)
@@ -108,6 +99,11 @@ class _Running:
     token_ids: list[int]
 
     @property
+    def num_left(self) -> int:
+        """Tokens that the target will still say."""
+        return len(self.recording.prompt_token_ids) + len(self.recording.output_token_ids) - len(self.token_ids)
+
+    @property
     def rest(self) -> list[int]:
         """What the target will say."""
         return self.recording.output_token_ids[len(self.token_ids) - len(self.recording.prompt_token_ids) :]
@@ -156,7 +152,7 @@ class Simulator:
             if not running:
                 return replay
             self._step(running, replay)
-            for sequence in [sequence for sequence in running if not sequence.rest]:
+            for sequence in [sequence for sequence in running if not sequence.num_left]:
                 running.remove(sequence)
                 self._roster.finish(sequence.seq_id)
                 self._control.finish(sequence.seq_id)
@@ -179,28 +175,40 @@ class Simulator:
     def _step(self, running: Sequence[_Running], replay: Replay) -> None:
         started = self._clock()
         num_context_tokens = sum(len(sequence.token_ids) for sequence in running)
-        self._control.begin(num_sequences=len(running), num_rows=len(running), num_context_tokens=num_context_tokens)
-        drafts = self._draft([sequence for sequence in running if len(sequence.rest) > 1])
+        load = StepLoad(len(running), num_context_tokens, num_context_tokens)
+        self._control.begin(load)
+        drafts = self._draft(running)
         drafting_seconds = self._clock() - started
-        num_rows, num_tokens = len(running), 0
+        self._control.note_all_drafting(drafting_seconds)
+        num_tokens = 0
         for sequence in running:
-            draft = drafts.get(sequence.seq_id, Draft.none("last_token"))
+            draft = drafts[sequence.seq_id]
             path = follow(draft, sequence.rest)
             replay.note(draft, path)
             self._control.observe(sequence.seq_id, draft, path)
-            num_rows += len(draft)
+            load = load.plus(len(draft), len(draft) * len(sequence.token_ids))
             num_tokens += len(path) + 1
             self._commit(sequence, len(path) + 1)
-        seconds = self._costs.seconds(num_rows, num_context_tokens)
-        self._control.end(num_tokens=num_tokens, num_rows=num_rows, seconds=seconds, is_pure=True)
+        seconds = self._costs.seconds(load)
+        self._control.end(load, num_tokens=num_tokens, seconds=seconds, is_pure=True)
         replay.seconds += seconds + drafting_seconds
         replay.drafting_seconds += drafting_seconds
 
     def _draft(self, running: Sequence[_Running]) -> dict[int, Draft]:
-        contexts = [sequence.context for sequence in running]
-        drafts = self._roster.propose(contexts, [len(sequence.rest) - 1 for sequence in running], self._control)
-        drafts = self._control.trim(contexts, drafts)
-        return {context.seq_id: draft for context, draft in zip(contexts, drafts, strict=True)}
+        drafts: dict[int, Draft] = {}
+        contexts: list[DraftContext] = []
+        most: list[int] = []
+        for sequence in running:
+            if sequence.num_left <= 1:
+                drafts[sequence.seq_id] = Draft.none("last_token")
+            elif self._control.rests(sequence.seq_id):
+                drafts[sequence.seq_id] = Draft.none("does_not_pay")
+            else:
+                contexts.append(sequence.context)
+                most.append(sequence.num_left - 1)
+        proposed = self._control.trim(contexts, self._roster.propose(contexts, most, self._control))
+        drafts.update((context.seq_id, draft) for context, draft in zip(contexts, proposed, strict=True))
+        return drafts
 
     def _commit(self, sequence: _Running, num_tokens: int) -> None:
         token_ids = sequence.rest[:num_tokens]
@@ -225,21 +233,6 @@ def follow(draft: Draft, token_ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(path)
 
 
-def read_log(path: Path) -> Iterator[Recording]:
-    """The sequences of a JSON-lines file, in its order. Raises ValueError naming file and line of a bad one."""
-    decoder = msgspec.json.Decoder(Recording)
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    yield decoder.decode(line)
-                except msgspec.DecodeError as error:
-                    raise ValueError(
-                        f"{path}, line {number}: {error}; a line is "
-                        '{"prompt_token_ids": [...], "output_token_ids": [...]}'
-                    ) from error
-
-
 def parse_config(text: str) -> SpeculationConfig:
     """A config as a user types it: a method's name, or the JSON object. Raises ValueError for methods with a model."""
     try:
@@ -251,14 +244,14 @@ def parse_config(text: str) -> SpeculationConfig:
 
 def parse_curve(text: str) -> StepCostModel:
     """A step-cost model from "rows:milliseconds,…". Raises ValueError for anything else."""
-    samples: list[tuple[int, int, float]] = []
+    samples: list[tuple[StepLoad, float]] = []
     for part in text.split(","):
         rows, _, milliseconds = part.partition(":")
         try:
-            samples.append((int(rows), 0, float(milliseconds) / 1000))
+            samples.append((StepLoad(int(rows)), float(milliseconds) / 1000))
         except ValueError as error:
             raise ValueError(f"cost curve has {part!r}; write rows:milliseconds,… as in {DEFAULT_CURVE}") from error
-    if min(rows for rows, _, _ in samples) < 1 or min(seconds for _, _, seconds in samples) <= 0:
+    if min(load.num_rows for load, _ in samples) < 1 or min(seconds for _, seconds in samples) <= 0:
         raise ValueError(f"cost curve is {text!r}; rows and milliseconds must be positive")
     costs = StepCostModel()
     costs.calibrate(samples)
@@ -284,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         configs = {text: parse_config(text) for text in arguments.config}
-        recordings = list(read_log(arguments.log))
+        recordings = [recording for path in arguments.log for recording in read_log(path)]
         replays = simulate(recordings, configs, arguments.cost_curve, num_concurrent=arguments.concurrency)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"forerun simulate: {error}\n")
@@ -302,7 +295,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="forerun simulate",
         description="Replay recorded token sequences through lookup proposers, without a model.",
     )
-    parser.add_argument("--log", type=Path, required=True, help="JSON lines of prompt_token_ids and output_token_ids")
+    parser.add_argument(
+        "--log",
+        type=Path,
+        action="append",
+        required=True,
+        help="JSON lines of prompt_token_ids and output_token_ids; of several the oldest first",
+    )
     parser.add_argument(
         "--config",
         action="append",

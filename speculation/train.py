@@ -1,4 +1,4 @@
-"""`forerun train`: a head for a target, from nothing but the target itself."""
+"""`forerun train`: a head or a draft model for a target, from nothing but the target itself."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from tqdm import tqdm
 
 from draft.head_checkpoint import TargetTables
 from draft.training.course import Course, HeadPlan
+from draft.training.draft_model_module import DraftShape
+from draft.training.draft_model_training import train_draft_model
 from draft.training.eagle3_training import paper_layers, train_eagle3
 from draft.training.feature_store import FeatureStore, StoreFormat
 from draft.training.head_export import STORAGES
 from draft.training.medusa_training import train_medusa
 from draft.training.prompts import ChatTokens, read_prompts
+from draft.training.texts import Texts
 from draft.training.trainer import TrainSettings
 from speculation.distill import BATCH, make_prompts, record_answers
 from target.embedded import embedded_model_dir
@@ -45,13 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> None:
     target_dir = embedded_model_dir() if arguments.target == "embedded" else Path(arguments.target).expanduser()
     tables = TargetTables.of(target_dir)
+    shape = DraftShape(arguments.hidden_size, arguments.layers)
     layers = _layers(arguments, tables.config.num_layers) if arguments.method == "eagle3" else ()
     work = arguments.work or Path(f"{arguments.out}.work")
     work.mkdir(parents=True, exist_ok=True)
     fingerprint = model_fingerprint(target_dir, dtype=arguments.dtype, quantization=arguments.quantization)
     form = StoreFormat(fingerprint, (*layers, -1), tables.config.hidden_size)
     store = FeatureStore(work / "store", form, max_bytes=int(arguments.max_disk_gb * 1e9))
-    _record(arguments, target_dir, store, work, fingerprint)
+    texts = Texts(arguments.texts) if arguments.texts else None
+    _record(arguments, target_dir, store, work, fingerprint, texts)
     record = {
         "command": f"forerun train --target {target_dir.name} --method {arguments.method} --seed {arguments.seed}",
         "target": target_dir.name,
@@ -59,6 +64,8 @@ def _run(arguments: argparse.Namespace) -> None:
         "num_sequences": len(store.sequences),
         "num_tokens": store.num_tokens,
         "num_prompts": arguments.num_prompts,
+        "num_text_prompts": arguments.num_text_prompts if texts else 0,
+        "texts": texts.names if texts else [],
         "max_answer_tokens": arguments.max_answer_tokens,
     }
     settings = TrainSettings(
@@ -66,6 +73,7 @@ def _run(arguments: argparse.Namespace) -> None:
         batch_pairs=arguments.batch_pairs,
         learning_rate=arguments.learning_rate,
         validate_every=arguments.validate_every,
+        is_bfloat16=arguments.bfloat16,
         max_seconds=arguments.max_seconds,
         seed=arguments.seed,
     )
@@ -81,10 +89,20 @@ def _run(arguments: argparse.Namespace) -> None:
         progress=lambda total: tqdm(total=total, desc="updates", mininterval=2.0),
         note=tqdm.write,
     )
-    {"eagle3": train_eagle3, "medusa": train_medusa}[arguments.method](course)
+    if arguments.method == "draft_model":
+        train_draft_model(course, shape, target_dir)
+    else:
+        {"eagle3": train_eagle3, "medusa": train_medusa}[arguments.method](course)
 
 
-def _record(arguments: argparse.Namespace, target_dir: Path, store: FeatureStore, work: Path, fingerprint: str) -> None:
+def _record(
+    arguments: argparse.Namespace,
+    target_dir: Path,
+    store: FeatureStore,
+    work: Path,
+    fingerprint: str,
+    texts: Texts | None,
+) -> None:
     """Prompts and answers, as far as they are missing."""
     chat = ChatTokens(target_dir)
     runner: Runner | None = None
@@ -96,7 +114,9 @@ def _record(arguments: argparse.Namespace, target_dir: Path, store: FeatureStore
             make_prompts(
                 runner, chat, path, arguments.num_prompts, seed=arguments.seed, fingerprint=fingerprint, progress=bar
             )
-    prompts = [chat.conversation(messages) for messages in read_prompts(path)][: arguments.num_prompts]
+    prompts = [chat.conversation(messages) for messages in read_prompts(path)[: arguments.num_prompts]]
+    if texts is not None:
+        prompts += map(chat.whole_turn, texts.prompts(arguments.num_text_prompts, arguments.seed))
     with tqdm(desc="recorded tokens", mininterval=2.0) as bar:
         record_answers(
             runner or _runner(arguments, target_dir),
@@ -135,22 +155,32 @@ def _layers(arguments: argparse.Namespace, num_layers: int) -> tuple[int, ...]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="forerun train",
-        description="Train a head that drafts for a target, on the target's own answers. Run again, it goes on.",
+        description="Train what drafts for a target, on the target's own answers. Run again, it goes on.",
     )
     parser.add_argument("--target", default="embedded", help='a Hugging Face folder, or "embedded" (default)')
-    parser.add_argument("--method", choices=["eagle3", "medusa"], default="eagle3")
+    parser.add_argument("--method", choices=["eagle3", "medusa", "draft_model"], default="eagle3")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write the head to")
     parser.add_argument("--work", type=Path, help="where recordings and unfinished training lie (default: OUT.work)")
     parser.add_argument("--prompts", type=Path, help="one prompt a line; without it the target makes its own")
     parser.add_argument("--num-prompts", type=int, default=4000, help="prompts to make or to take (%(default)s)")
+    parser.add_argument(
+        "--texts",
+        type=Path,
+        nargs="+",
+        help="text files or folders; tasks over their passages are asked as well",
+    )
+    parser.add_argument("--num-text-prompts", type=int, default=2000, help="such tasks (%(default)s)")
     parser.add_argument("--max-answer-tokens", type=int, default=128, help="most tokens of an answer (%(default)s)")
     parser.add_argument("--max-disk-gb", type=float, default=8.0, help="most disk for recordings (%(default)s)")
     parser.add_argument("--feature-layers", help="target layers to read, as in 2,15,27 (default: the paper's)")
     parser.add_argument("--vocabulary", type=int, default=16384, help="tokens the head may guess (%(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="positions it learns to guess (%(default)s)")
+    parser.add_argument("--hidden-size", type=int, default=160, help="of a draft model (%(default)s)")
+    parser.add_argument("--layers", type=int, default=3, help="of a draft model (%(default)s)")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-pairs", type=int, default=1024, help="tokens an update learns from (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--bfloat16", action="store_true", help="multiply in bfloat16: faster where the processor can")
     parser.add_argument("--validate-every", type=int, default=200, help="updates (%(default)s)")
     parser.add_argument("--max-seconds", type=float, help="stop training after so long; the same command goes on")
     parser.add_argument("--seed", type=int, default=0)

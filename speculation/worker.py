@@ -16,9 +16,11 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import argparse
+import ctypes
 import gc
 import logging
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -46,6 +48,7 @@ from speculation.messages import (
 from speculation.settings import EngineSettings
 from speculation.step_report import StepResult
 
+PR_SET_PDEATHSIG = 1
 STATS_SECONDS = 0.25
 """At most so often the front is told gauges, totals and which blocks came and went."""
 
@@ -172,6 +175,12 @@ class Worker:
             self._connection.sendall(frame)
 
 
+def end_with_parent() -> None:
+    """Have the kernel end this process with the one that started it: stopped, it would see no connection end."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 def configure_logs(level: str) -> None:
     """JSON lines on stderr."""
     structlog.configure(
@@ -192,6 +201,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--socket", required=True, help="Unix socket the front listens on")
     parser.add_argument("--settings", required=True, help="EngineSettings as JSON")
     arguments = parser.parse_args(argv)
+    end_with_parent()
     settings = msgspec.json.decode(arguments.settings, type=EngineSettings)
     configure_logs(settings.log_level)
     log = structlog.get_logger("engine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import shutil
@@ -125,6 +126,9 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
 
 def main() -> int:
     """Fetch the embedded model and print its folder: `python -m target.embedded`."""
+    argparse.ArgumentParser(
+        prog="forerun fetch", description="Fetch and convert the embedded model, and print its folder."
+    ).parse_args()
     try:
         folder = fetch_embedded(lambda message: print(message, file=sys.stderr))
     except CheckpointError as error:

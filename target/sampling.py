@@ -208,38 +208,48 @@ def _row_logprobs(row: Sequence[float], count: int) -> RowLogprobs:
 
 
 @torch.inference_mode()
-def preferences(
-    logits: torch.Tensor, rows: Sequence[SamplingRow], token_ids: torch.Tensor | None = None
-) -> torch.Tensor:
-    """[R, C] what `sample` would take the largest of, float64: of a proposer's `logits` [R, C], to rank its guesses.
+def rank(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], width: int, token_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[R, width] columns of a proposer's `logits` [R, C] that `sample` would rather choose, best first; log chances.
 
-    `token_ids` [C], ascending: the target's tokens that the columns stand for; without it column and token are one.
+    `token_ids` [C], ascending: the target's tokens that the columns stand for. Noise is added to the `SHORTLIST` most
+    likely of a row that samples: it could lift one from behind them, but seldom does. A chance is the softmax of that.
     """
-    if token_ids is not None and any(len(ids) for ids, *_ in map(_edits, rows)):
+    if any(len(ids) for ids, *_ in map(_edits, rows)):
         # Bias, bans and penalties name tokens of the whole vocabulary, and there are few such requests.
         named = [int(ids.max()) for ids, *_ in map(_edits, rows) if len(ids)]
         whole = logits.new_full((len(rows), max(int(token_ids[-1]), *named) + 1), -torch.inf)
         logits = _adjust(whole.index_copy_(1, token_ids, logits), rows).index_select(1, token_ids)
-    else:
-        logits = _adjust(logits, rows)
-    preferred = logits.double()
+    best, columns = logits.topk(width, dim=-1)
+    log_chances = (best - logits.logsumexp(dim=-1, keepdim=True)).double()
     sampled = [i for i, row in enumerate(rows) if not row.params.is_greedy]
     if sampled:
         index = to_device(sampled, logits.device)
-        preferred[index] = _noisy(logits[index], [rows[i] for i in sampled], token_ids)
-    return preferred
+        scores, candidates = _noisy(logits[index], [rows[i] for i in sampled], token_ids)
+        best, places = scores.topk(min(width, scores.shape[1]), dim=-1)
+        # Filters may leave fewer than wanted: the rest has no chance.
+        log_chances[index] = -torch.inf
+        columns[index, : best.shape[1]] = candidates.gather(1, places)
+        log_chances[index, : best.shape[1]] = best - scores.logsumexp(dim=-1, keepdim=True)
+    return columns, log_chances
 
 
-def _noisy(logits: torch.Tensor, rows: Sequence[SamplingRow], token_ids: torch.Tensor | None) -> torch.Tensor:
-    """[R, C] tempered logits below the largest plus noise, -inf for what the filters remove."""
+SHORTLIST = 1024
+
+
+def _noisy(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], token_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tempered logits plus noise, -inf for what the filters remove, and columns, both [R, at most `SHORTLIST`]."""
     params = [row.params for row in rows]
     tempered, keys = _tempered(logits, rows)
-    if not _is_unfiltered(params):
+    if _is_unfiltered(params):
+        candidates, columns = tempered.topk(min(SHORTLIST, tempered.shape[1]), dim=-1)
+    else:
         candidates, columns = _candidates(tempered, params)
-        tempered = torch.full_like(tempered, -torch.inf).scatter_(1, columns, candidates)
-    if token_ids is None:
-        token_ids = torch.arange(logits.shape[1], device=logits.device)
-    return tempered.double() + gumbel(keys, token_ids)
+        candidates, columns = candidates[:, :SHORTLIST], columns[:, :SHORTLIST]
+    return candidates.double() + gumbel(keys, token_ids[columns]), columns
 
 
 def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:

@@ -82,6 +82,12 @@ class RedisServer:
             self._process.wait()
             self._process = None
 
+    def replace(self, *options: str, password: str | None = None) -> None:
+        """Have another server, with an empty memory, in its place: on the same port, with other options."""
+        self.kill()
+        self._options, self._password = options, password
+        self.start()
+
     def pause(self) -> None:
         """Stop answering, with every connection still open."""
         self._signal(signal.SIGSTOP)

@@ -18,8 +18,8 @@ from draft.training.samples import Samples
 from draft.training.trainer import CurvePoint, Progress, Trainer, TrainSettings
 from draft.training.vocabulary import ranked_vocabulary
 
-WINDOW = 512
-"""Most tokens of a training sequence; longer ones are cut."""
+WINDOW = 1024
+"""Most tokens of a training sequence; longer ones are cut. An answer learns to copy only from what is inside."""
 COMMON_SHARE = 0.19
 """Of the draft vocabulary: the tokens that every loss looks at."""
 PAIRS_FOR_VOCABULARY = 20_000
@@ -63,11 +63,11 @@ class Course:
     def begin(self, module: nn.Module, samples: Samples, initialise: Callable[[Any], None]) -> torch.Tensor:
         """The ranked vocabulary [V], and `module` at its first weights: computed once, then read from `work`.
 
-        `initialise` takes an iterable of batches.
+        Where the recordings have grown since, the vocabulary is ranked anew. `initialise` takes an iterable of batches.
         """
         path = self.work / "beginning.pt"
-        if path.exists():
-            begun = torch.load(path, weights_only=True)
+        begun = torch.load(path, weights_only=True) if path.exists() else {}
+        if begun.get("num_tokens") == self.store.num_tokens:
             module.load_state_dict(begun["module"])
             return torch.as_tensor(begun["ranking"])
         self.note("ranking the vocabulary")
@@ -75,9 +75,13 @@ class Course:
         ranking = ranked_vocabulary(
             self.store.tokens(), map(samples.batch, groups), self.tables.lm_head.float(), PAIRS_FOR_VOCABULARY
         )
-        self.note("regressing the target's next hidden states")
-        initialise(map(samples.batch, groups[: max(PAIRS_FOR_REGRESSION // 2048, 1)]))
-        torch.save({"module": module.state_dict(), "ranking": ranking}, path)
+        if begun:
+            module.load_state_dict(begun["module"])
+        else:
+            self.note("regressing the target's next hidden states")
+            initialise(map(samples.batch, groups[: max(PAIRS_FOR_REGRESSION // 2048, 1)]))
+        begun = {"module": module.state_dict(), "ranking": ranking, "num_tokens": self.store.num_tokens}
+        torch.save(begun, path)
         return ranking
 
     def learn(self, module: HeadModule, samples: Samples, ranking: torch.Tensor) -> Trainer:

@@ -15,15 +15,18 @@ from target.rope import RotaryTable
 class Eagle3Module(nn.Module):
     """The same function as `draft.eagle3_head.Eagle3Head`; parameters are named as in a `speculators` checkpoint.
 
-    The embedding is the target's and stays as it is; output rows are not part of it. See `forward`.
+    The embedding and the output rows are the target's, stay as they are and are not part of it. See `forward`.
     """
 
-    def __init__(self, architecture: Eagle3Architecture, embed: torch.Tensor, max_pairs: int) -> None:
-        """`embed` [vocabulary, E]; windows of at most `max_pairs` pairs."""
+    def __init__(
+        self, architecture: Eagle3Architecture, embed: torch.Tensor, lm_head: torch.Tensor, max_pairs: int
+    ) -> None:
+        """`embed` and `lm_head` [vocabulary, E]; windows of at most `max_pairs` pairs."""
         super().__init__()
         layer, size = architecture.layer, architecture.layer.hidden_size
         self.architecture = architecture
         self._embed = embed
+        self._lm_head = lm_head
         self._rotary = RotaryTable(layer, max_pairs + 16, torch.float32, torch.device("cpu"))
         queries, keys = layer.num_heads * layer.head_size, layer.num_kv_heads * layer.head_size
         width = layer.intermediate_size
@@ -53,6 +56,10 @@ class Eagle3Module(nn.Module):
     def checkpoint(self) -> dict[str, torch.Tensor]:
         """Every parameter under its name in a checkpoint, without the output rows."""
         return {_name(key): parameter.detach() for key, parameter in self._weights.items()}
+
+    def output_rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `lesson.HeadModule`."""
+        return self._lm_head[token_ids]
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """[..., E] of features [..., A * E]."""
@@ -131,7 +138,8 @@ class Eagle3Module(nn.Module):
         return x * self._rotary.cos[first:end] + swapped * self._rotary.sin[first:end]
 
     def _normed(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return functional.rms_norm(x, (x.shape[-1],), self.weight(name), self.architecture.layer.rms_norm_eps)
+        # Under autocast the input may be bfloat16, the weight never is.
+        return functional.rms_norm(x.float(), (x.shape[-1],), self.weight(name), self.architecture.layer.rms_norm_eps)
 
 
 def _key(name: str) -> str:

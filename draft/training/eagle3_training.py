@@ -29,7 +29,7 @@ def train_eagle3(course: Course) -> None:
         feature_norm="each",
     )
     torch.manual_seed(course.settings.seed)
-    module = Eagle3Module(architecture, embed, WINDOW)
+    module = Eagle3Module(architecture, embed, tables.lm_head.float(), WINDOW)
     gain = tables.norm.float()
     ranking = course.begin(module, samples, lambda batches: initialise(module, batches, embed, gain))
     trainer = course.learn(module, samples, ranking)

@@ -13,25 +13,28 @@ from draft.training.samples import Batch
 
 
 class HeadModule(Protocol):
-    """A head in training: says hidden states that the target's output rows turn into logits."""
+    """A head in training: says hidden states, and has output rows that turn them into logits."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """What is trained."""
 
+    def output_rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[K, E'] the rows of tokens [K]: the target's, where a head shares them."""
+
     def forward(
         self, features: torch.Tensor, token_ids: torch.Tensor, is_pair: torch.Tensor, num_steps: int
     ) -> Iterator[torch.Tensor]:
-        """[B, P, E] for each of `num_steps` positions: output p of step s is of the token s + 1 behind pair p's."""
+        """[B, P, E'] for each of `num_steps` positions: output p of step s is of the token s + 1 behind pair p's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The target's output rows that the head shares."""
+    """The target's output rows, and which tokens matter."""
 
     lm_head: torch.Tensor
     """[V, E] all of them, float32"""
     target_ids: torch.Tensor
-    """[C] ascending ids of the draft vocabulary, which the head may guess"""
+    """[C] ascending ids of the draft vocabulary: what may be guessed"""
     common_ids: torch.Tensor
     """[K] the most frequent of them, which every loss looks at"""
 
@@ -60,7 +63,6 @@ class HeadLesson:
         self._decay = decay
         self._sharpness = sharpness
         self._seed = seed
-        self._draft_rows = rows.lm_head[rows.target_ids]
 
     @property
     def module(self) -> HeadModule:
@@ -68,15 +70,18 @@ class HeadLesson:
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """See `trainer.Lesson.loss`."""
-        rows = self._rows.lm_head[self._looked_at(batch)]
+        looked_at = self._looked_at(batch)
+        rows = self._rows.lm_head[looked_at]
         with torch.no_grad():
             wanted = torch.zeros(*batch.is_pair.shape, len(rows))
-            wanted[batch.is_pair] = ((batch.states[batch.is_pair] @ rows.T) * self._sharpness).softmax(-1)
+            target_logits = (batch.states[batch.is_pair] @ rows.T).float()
+            wanted[batch.is_pair] = (target_logits * self._sharpness).softmax(-1)
         total, weights = torch.zeros(()), 0.0
+        draft_rows = self._module.output_rows(looked_at)
         outputs = self._module.forward(batch.features, batch.token_ids, batch.is_pair, self._num_steps)
         for step, hidden in enumerate(outputs):
             kept = batch.is_pair[:, step:]
-            logprobs = (hidden[:, : kept.shape[1]][kept] @ rows.T).log_softmax(-1)
+            logprobs = (hidden[:, : kept.shape[1]][kept] @ draft_rows.T).float().log_softmax(-1)
             weight = self._decay**step
             total = total - weight * (wanted[:, step:][kept] * logprobs).sum(-1).mean()
             weights += weight
@@ -88,10 +93,11 @@ class HeadLesson:
         right, count = torch.zeros(self._num_steps), torch.zeros(self._num_steps)
         said = torch.full(batch.is_pair.shape, -1)
         said[batch.is_answer] = (batch.states[batch.is_answer] @ self._rows.lm_head.T).argmax(-1)
+        draft_rows = self._module.output_rows(self._rows.target_ids)
         outputs = self._module.forward(batch.features, batch.token_ids, batch.is_pair, self._num_steps)
         for step, hidden in enumerate(outputs):
             kept = batch.is_answer[:, step:]
-            columns = (hidden[:, : kept.shape[1]][kept] @ self._draft_rows.T).argmax(-1)
+            columns = (hidden[:, : kept.shape[1]][kept] @ draft_rows.T).argmax(-1)
             right[step] = (self._rows.target_ids[columns] == said[:, step:][kept]).sum()
             count[step] = kept.sum()
         return right, count

@@ -19,13 +19,19 @@ class MedusaModule(nn.Module):
     The map stands before the target's output rows, so that few weights are trained; `checkpoint` multiplies both.
     """
 
-    def __init__(self, num_heads: int, hidden_size: int) -> None:
+    def __init__(self, num_heads: int, lm_head: torch.Tensor) -> None:
+        """`lm_head` [V, E] are the target's output rows."""
         super().__init__()
-        size = hidden_size
+        self._lm_head = lm_head
+        size = lm_head.shape[1]
         # Blocks of zeros add nothing: training begins at the maps alone.
         self.weights = nn.ParameterList(nn.Parameter(torch.zeros(size, size)) for _ in range(num_heads))
         self.biases = nn.ParameterList(nn.Parameter(torch.zeros(size)) for _ in range(num_heads))
         self.maps = nn.ParameterList(nn.Parameter(torch.eye(size)) for _ in range(num_heads))
+
+    def output_rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `lesson.HeadModule`."""
+        return self._lm_head[token_ids]
 
     def forward(
         self, features: torch.Tensor, token_ids: torch.Tensor, is_pair: torch.Tensor, num_steps: int
@@ -34,13 +40,13 @@ class MedusaModule(nn.Module):
         for weight, bias, linear_map in islice(zip(self.weights, self.biases, self.maps, strict=True), num_steps):
             yield functional.linear(features + functional.silu(functional.linear(features, weight, bias)), linear_map)
 
-    def checkpoint(self, lm_head: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Tensors in the authors' layout; `lm_head` [V, E] are the target's output rows."""
+    def checkpoint(self) -> dict[str, torch.Tensor]:
+        """Tensors in the authors' layout."""
         tensors: dict[str, torch.Tensor] = {}
         for i, (weight, bias, linear_map) in enumerate(zip(self.weights, self.biases, self.maps, strict=True)):
             tensors[f"{i}.0.linear.weight"] = weight.detach()
             tensors[f"{i}.0.linear.bias"] = bias.detach()
-            tensors[f"{i}.1.weight"] = lm_head @ linear_map.detach()
+            tensors[f"{i}.1.weight"] = self._lm_head @ linear_map.detach()
         return tensors
 
 

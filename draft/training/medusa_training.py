@@ -13,12 +13,10 @@ def train_medusa(course: Course) -> None:
     """Train until done and write the heads; if time runs out before, a later call goes on."""
     samples = course.samples((-1,))
     torch.manual_seed(course.settings.seed)
-    module = MedusaModule(course.plan.num_steps, course.tables.config.hidden_size)
+    module = MedusaModule(course.plan.num_steps, course.tables.lm_head.float())
     ranking = course.begin(module, samples, lambda batches: initialise_medusa(module, batches))
     trainer = course.learn(module, samples, ranking)
     if trainer.is_done:
-        tensors = module.checkpoint(course.tables.lm_head.float())
-        write_medusa(
-            course.out, tensors, course.plan.num_steps, target_name=course.target_name, storage=course.plan.storage
-        )
+        num_heads, storage = course.plan.num_steps, course.plan.storage
+        write_medusa(course.out, module.checkpoint(), num_heads, target_name=course.target_name, storage=storage)
         course.write_record(trainer.curve)

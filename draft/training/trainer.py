@@ -30,6 +30,8 @@ class TrainSettings:
     validate_every: int = 200
     """Updates."""
     save_seconds: float = 120.0
+    is_bfloat16: bool = False
+    """Whether matrices are multiplied in bfloat16; weights and sums stay float32."""
     max_seconds: float | None = None
     """Of training in this run; then it stops as if killed, and a later run goes on."""
     seed: int = 0
@@ -149,7 +151,8 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = settings.learning_rate * rise * fall
         self._optimizer.zero_grad(set_to_none=True)
-        loss = self._lesson.loss(batch)
+        with torch.autocast(batch.features.device.type, torch.bfloat16, enabled=settings.is_bfloat16):
+            loss = self._lesson.loss(batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -13,6 +14,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
+from service.api_key import API_KEY_VARIABLE, ApiKeyError, add_key_flags, authorization, key_of
 from service.experiments.html_report import interval, render
 from service.experiments.report import Report
 from service.experiments.trace import Trace
@@ -42,7 +44,8 @@ class Service:
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise CommandError(f"no answer from {self._url}: {error}") from error
         if response.status >= 400:
-            raise CommandError(_said(answer) or f"{self._url}{path} answers {response.status}")
+            hint = f" (--api-key, or {API_KEY_VARIABLE})" if response.status == 401 else ""
+            raise CommandError((_said(answer) or f"{self._url}{path} answers {response.status}") + hint)
         return answer
 
     async def report(self, name: str) -> Report:
@@ -64,10 +67,11 @@ class _List(msgspec.Struct):
     data: list[_Listed]
 
 
-def experiment_command(arguments: Sequence[str], out: Print) -> int:
+def experiment_command(arguments: Sequence[str], out: Print, environment: Mapping[str, str] = os.environ) -> int:
     """`forerun experiment create|list|watch|report|stop|promote`; the exit status."""
     parser = argparse.ArgumentParser(prog="forerun experiment", description="A/B experiments on live traffic.")
     parser.add_argument("--url", default=DEFAULT_URL, help="address of the service")
+    add_key_flags(parser)
     commands = parser.add_subparsers(dest="command", required=True)
     create = commands.add_parser("create", help="create an experiment from a JSON or TOML file")
     create.add_argument("file", type=Path)
@@ -81,26 +85,28 @@ def experiment_command(arguments: Sequence[str], out: Print) -> int:
     promote = commands.add_parser("promote", help="make the arm that the data support the default")
     promote.add_argument("name")
     promote.add_argument("--arm", help="this arm, whatever the data say")
-    return _run(parser.parse_args(arguments), out, _experiment)
+    return _run(parser.parse_args(arguments), environment, out, _experiment)
 
 
-def report_command(arguments: Sequence[str], out: Print) -> int:
+def report_command(arguments: Sequence[str], out: Print, environment: Mapping[str, str] = os.environ) -> int:
     """`forerun report NAME --html OUT`; the exit status."""
     parser = argparse.ArgumentParser(prog="forerun report", description="An experiment's report as one HTML file.")
     parser.add_argument("--url", default=DEFAULT_URL, help="address of the service")
+    add_key_flags(parser)
     parser.add_argument("name")
     parser.add_argument("--html", type=Path, required=True, metavar="OUT")
-    return _run(parser.parse_args(arguments), out, _html)
+    return _run(parser.parse_args(arguments), environment, out, _html)
 
 
-def _run(chosen: argparse.Namespace, out: Print, command: Callable[..., Any]) -> int:
+def _run(chosen: argparse.Namespace, environment: Mapping[str, str], out: Print, command: Callable[..., Any]) -> int:
     async def connected() -> None:
-        async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
+        headers = authorization(key_of(chosen, environment))
+        async with aiohttp.ClientSession(timeout=TIMEOUT, headers=headers) as session:
             await command(Service(session, chosen.url), chosen, out)
 
     try:
         asyncio.run(connected())
-    except CommandError as error:
+    except (CommandError, ApiKeyError) as error:
         out(f"forerun: {error}")
         return 1
     except KeyboardInterrupt:

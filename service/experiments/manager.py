@@ -31,6 +31,9 @@ from speculation.messages import SpeculationConfig, resolve
 FLUSH_SECONDS = 0.5
 """How often this front hands over what it has seen and looks for changes: others know within a second."""
 EVALUATION_SECONDS = 2.0
+GRACE_SECONDS = 300.0
+"""How long after an experiment's end its last requests may end and still count. They are the long and the slow ones:
+without them the numbers would flatter. But a report must stand still at last."""
 
 _log = structlog.get_logger(__name__)
 
@@ -108,11 +111,15 @@ class Experiments:
         return None
 
     def observe(self, assignment: Assignment, outcome: Outcome) -> None:
-        """Count a request that has ended."""
+        """Count a request that has ended, unless its experiment, or the cool-down, did so long before."""
+        experiment = self.book.experiments.get(assignment.experiment)
+        closed_at = None if experiment is None else experiment.closed_at(assignment.key)
+        if closed_at is not None and self._clock() > closed_at + GRACE_SECONDS:
+            return
         record(self._ledger.tally(assignment.key), assignment.definition, assignment.request, outcome)
 
     def observe_audit(self, assignment: Assignment, *, diverged: bool) -> None:
-        """Count a request that was run again without speculation, and whether its tokens differed."""
+        """Count a request that was run again without speculation, and whether its tokens differed, however late."""
         tally = self._ledger.tally(assignment.key)
         arm = assignment.request.place.arm
         tally.add(f"n.{arm}.audited", 1.0)

@@ -194,3 +194,9 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
     def keys(self) -> tuple[str, str]:
         """Of the experiment, and of its cool-down."""
         return self.salt, f"{self.salt}-watch"
+
+    def closed_at(self, key: str) -> float | None:
+        """When the phase whose numbers are kept under `key` took its last request; None while it takes more."""
+        if key == self.keys[0] and self.promotion is not None:
+            return self.promotion.at
+        return self.ended_at

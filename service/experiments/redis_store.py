@@ -102,9 +102,11 @@ class RedisExperimentStore:
                 url,
                 protocol=3,
                 max_connections=4,
-                timeout=timeout_seconds,
-                socket_timeout=timeout_seconds,
-                socket_connect_timeout=timeout_seconds,
+                # One clock for the whole call, in `_bounded`. The client's own waits with `asyncio.wait_for`, which in
+                # Python 3.11 may swallow a cancellation, and then a task could not be ended.
+                timeout=None,
+                socket_timeout=None,
+                socket_connect_timeout=None,
                 # An idle connection may be found dead after a restart of the server. Repeating is harmless: writes are
                 # conditional on a revision, additions on their number.
                 retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),

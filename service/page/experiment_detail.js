@@ -29,6 +29,7 @@ export class ExperimentDetail {
     if (seen === this.#seen) return;
     this.#seen = seen;
     const { definition, report } = experiment;
+    this.element.setAttribute("aria-label", `Experiment ${definition.name}`);
     fill(this.#parts.heading, h("h1", null, definition.name), chip(experiment.status));
     this.#say(`${report.verdict}.`, report.decision);
     fill(this.#parts.facts, facts(experiment));

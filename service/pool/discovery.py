@@ -63,6 +63,7 @@ class Discovery:
             if member is None and not status.draining:
                 self._start(status)
             elif member is not None:
+                member.num_held_by_store = status.blocks_held
                 self._note_draining(member, status)
         for engine_id in list(self._tasks):
             self._missed[engine_id] = 0 if engine_id in found else self._missed.get(engine_id, 0) + 1

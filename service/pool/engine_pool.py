@@ -49,9 +49,11 @@ class EnginePool:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_gap` is told the seconds between two outputs of a sequence; `on_prompt` of every prompt its blocks, how
-        many of the leading ones some engine held, and how many tokens a block has.
+        many of the leading ones some engine held, and how many tokens a block has. Neither hears of internal sequences.
         """
         self.members: dict[str, Member] = {}
+        self.opened = asyncio.Event()
+        """Set when the first engine serves."""
         self.num_resumed = 0
         """Sequences that went on elsewhere, each time counted."""
         self.num_given_up = 0
@@ -110,9 +112,12 @@ class EnginePool:
             await asyncio.sleep(RETRY_SECONDS)
             self._place_waiting()
 
-    def submit(self, submits: Sequence[Submit]) -> OutputStream:
-        """The outputs of one request's sequences. Entering the context submits them."""
-        return OutputStream(self, submits)
+    def submit(self, submits: Sequence[Submit], *, is_internal: bool = False) -> OutputStream:
+        """The outputs of one request's sequences. Entering the context submits them.
+
+        `is_internal`: the service asks for itself, and nothing that is measured for users counts them.
+        """
+        return OutputStream(self, submits, is_internal=is_internal)
 
     async def open(self, stream: OutputStream, submits: Sequence[Submit]) -> None:
         """Send a stream's sequences. Raises `EngineUnavailableError` if no engine serves."""
@@ -124,7 +129,8 @@ class EnginePool:
         found = await asyncio.gather(*(self._prefixes.held(each.hashes, self.serving) for each in prompts.values()))
         held = dict(zip(prompts, found, strict=True))
         for key, flight in prompts.items():
-            self._on_prompt(flight.submit, flight.hashes, max(held[key].values(), default=0), ready.block_size)
+            if not stream.is_internal:
+                self._on_prompt(flight.submit, flight.hashes, max(held[key].values(), default=0), ready.block_size)
         now = self._clock()
         for flight in flights:
             flight.waits_since = now
@@ -162,6 +168,7 @@ class EnginePool:
 
     def joined(self) -> None:
         """An engine has begun to serve."""
+        self.opened.set()
         self._place_waiting()
 
     def lost(self, member: Member, flights: Sequence[Flight], error: EngineUnavailableError) -> None:
@@ -202,10 +209,11 @@ class EnginePool:
             self._drop(flight)
             if (member := flight.member) is not None:
                 del member.flights[flight.request_id]
-                seconds = self._clock() - flight.placed_at
-                member.sequence_seconds = _mean(member.sequence_seconds, seconds)
+                if not flight.stream.is_internal:
+                    seconds = self._clock() - flight.placed_at
+                    member.sequence_seconds = _mean(member.sequence_seconds, seconds)
         gap = flight.deliver(output)
-        if gap is not None:
+        if gap is not None and not flight.stream.is_internal:
             self._on_gap(gap)
 
     def note_stats(self) -> None:
@@ -237,7 +245,8 @@ class EnginePool:
         quotes = [self._quote(member, num_prompt, held.get(member.engine_id, 0)) for member in candidates]
         quote = self._routing.choose(quotes)
         flight.num_uncached_tokens = num_prompt - quote.num_cached_tokens
-        self._typical_tokens = _mean(self._typical_tokens, flight.num_uncached_tokens)
+        if not flight.stream.is_internal:
+            self._typical_tokens = _mean(self._typical_tokens, flight.num_uncached_tokens)
         member = self.members[quote.engine_id]
         flight.begin_life(member, self._clock())
         self._prefixes.sent(member, flight.hashes)

@@ -64,6 +64,8 @@ class Member:
         """How long a sequence lasts here, of late."""
         self.observer: Observer | None = None
         """Of an engine that says here what it holds; others tell the store."""
+        self.num_held_by_store = 0
+        """Blocks that such another one holds, as the store heard last."""
         self.is_warming = False
         """Whether it computes hot prefixes before it serves."""
         self.opened = asyncio.Event()

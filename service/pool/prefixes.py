@@ -44,9 +44,9 @@ class Prefixes:
         held.difference_update(change.evicted)
         held.update(change.stored)
 
-    def num_reported(self, member: Member) -> int | None:
-        """How many blocks an engine says it holds; None of one that does not report to this front."""
-        return None if member.observer is None else len(self._reported.get(member.engine_id, ()))
+    def num_held(self, member: Member) -> int:
+        """How many blocks an engine says it holds, here or to the store."""
+        return member.num_held_by_store if member.observer is None else len(self._reported.get(member.engine_id, ()))
 
     def sent(self, member: Member, hashes: Sequence[bytes]) -> None:
         """A prompt goes to an engine, which will hold it soon."""

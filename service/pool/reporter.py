@@ -91,6 +91,7 @@ class Reporter:
             num_blocks=ready.num_blocks if ready else 0,
             blocks_free=stats.blocks_free if stats else 0,
             blocks_cached=stats.blocks_cached if stats else 0,
+            blocks_held=publisher.num_held,
             prefill_tokens_per_second=stats.prefill_tokens_per_second if stats else 0.0,
             decode_tokens_per_second=stats.decode_tokens_per_second if stats else 0.0,
             draining=self._member.is_draining,

@@ -19,7 +19,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     address: str
-    """host:port, or "local" for one of this front's own."""
+    """tcp://HOST:PORT, or "local" for one of this front's own."""
     state: str
     """One of "loading" (the first time or again), "warming", "serving", "draining" and "drained"."""
     description: str | None
@@ -35,13 +35,13 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     blocks_free: int
     blocks_cached: int
     blocks_in_use: int
-    blocks_held: int | None
-    """Blocks that a prefix could be found in; null of an engine that tells the store and not this front."""
+    blocks_held: int
+    """Blocks that a prefix could be found in, used or not."""
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
 
     @classmethod
-    def of(cls, member: Member, num_held: int | None) -> EngineInfo:
+    def of(cls, member: Member, num_held: int) -> EngineInfo:
         stats, ready = member.totals.latest, member.ready
         return cls(
             id=member.engine_id,
@@ -76,7 +76,7 @@ class EngineList(msgspec.Struct, frozen=True, kw_only=True):
 async def engines(request: web.Request) -> web.Response:
     front = request.app[FRONT]
     pool = front.client
-    found = [EngineInfo.of(member, front.prefixes.num_reported(member)) for member in pool.members.values()]
+    found = [EngineInfo.of(member, front.prefixes.num_held(member)) for member in pool.members.values()]
     return json_response(EngineList(data=found, waiting=pool.num_waiting, resumed=pool.num_resumed))
 
 
@@ -88,7 +88,7 @@ async def drain(request: web.Request) -> web.Response:
         hint = did_you_mean(engine_id, front.client.members)
         raise ApiError(404, f"{engine_id!r} is no engine of this service; {hint}", param="id", code="engine_not_found")
     member.drain()
-    return json_response(EngineInfo.of(member, front.prefixes.num_reported(member)), status=202)
+    return json_response(EngineInfo.of(member, front.prefixes.num_held(member)), status=202)
 
 
 class TenantCache(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +127,7 @@ class EngineCache(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine holds."""
 
     id: str
-    blocks_held: int | None
+    blocks_held: int
     blocks_available: int
     blocks_in_use: int
 
@@ -157,7 +157,7 @@ async def cache(request: web.Request) -> web.Response:
     """What is cached, for whom, and how much it helps."""
     front = request.app[FRONT]
     hot = await front.store.guarded.hot_prefixes(MOST_HOT_PREFIXES)
-    described = [EngineInfo.of(member, front.prefixes.num_reported(member)) for member in front.client.members.values()]
+    described = [EngineInfo.of(member, front.prefixes.num_held(member)) for member in front.client.members.values()]
     overview = CacheOverview(
         hit_rate=round(front.cache.total.hit_rate, 4),
         tenants=[TenantCache.of(name, use) for name, use in front.cache.by_tenant.items()],

@@ -63,9 +63,10 @@ class Routing(Protocol):
 class LeastTtft:
     """The engine whose first token is predicted soonest, and of those about as soon one that holds more of the prompt.
 
-    Computing counts twice: whoever asks waits for it, and so do those who come behind; and what it fills was somebody
-    else's. So a hot prefix moves to a second engine when the queue at its holder is longer than computing it twice
-    takes: long before the holder is overloaded. From then on both hold it, and share what is asked of it.
+    Computing counts three times: whoever asks waits for it, and so do those who come behind; and what it fills was
+    somebody else's, who has to compute it again. So a hot prefix moves to a second engine when the queue at its holder
+    is longer than computing it three times takes: before the holder is overloaded. From then on both hold it, and
+    share what is asked of it.
     """
 
     def __init__(self, *, margin: float = 0.1, least_seconds: float = 0.002) -> None:
@@ -90,7 +91,7 @@ class LeastTtft:
 
 
 def _cost(quote: Quote) -> float:
-    return quote.ttft + quote.compute_seconds
+    return quote.ttft + 2 * quote.compute_seconds
 
 
 class PrefixOnly:

@@ -106,12 +106,12 @@ class StandaloneEngine:
             warm_seconds=settings.pool.warm_seconds,
             warm_prefixes=settings.pool.warm_prefixes,
         )
-        self._became_ready = asyncio.Event()
         self.listener = Listener(member, security.secret)
+        self._opened = pool.opened
         self._supervisor = Supervisor(
             command,
             self.listener,
-            on_ready=self._note_ready,
+            on_ready=_accept_any,
             on_lost=lambda: None,
             load_seconds=settings.server.load_seconds,
             restart_seconds=settings.server.restart_seconds,
@@ -121,7 +121,7 @@ class StandaloneEngine:
     async def run(self, stop: asyncio.Event, announce: Callable[[], None]) -> int:
         """Serve until told to stop, or drained, or the engine cannot be started; the exit status."""
         life = asyncio.create_task(self._supervisor.run(), name="engine")
-        waits = [asyncio.create_task(each.wait()) for each in (stop, self._became_ready)]
+        waits = [asyncio.create_task(each.wait()) for each in (stop, self._opened)]
         try:
             done, _ = await asyncio.wait({life, *waits}, return_when=asyncio.FIRST_COMPLETED)
             if waits[1] in done:
@@ -141,8 +141,9 @@ class StandaloneEngine:
             _log.error("cannot serve", reason=str(outcome))
         return 0 if outcome is None or isinstance(outcome, asyncio.CancelledError) else 1
 
-    async def _note_ready(self, _: Ready) -> None:
-        self._became_ready.set()
+
+async def _accept_any(_: Ready) -> None:
+    """Whatever the model is: fronts know what they serve."""
 
 
 def _private_pool(store: PoolStore) -> tuple[EnginePool, Prefixes]:

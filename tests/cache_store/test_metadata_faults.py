@@ -230,6 +230,26 @@ async def test_memory_per_cached_block_is_bounded(start_redis: StartRedis, open_
         await asyncio.sleep(0.01)
 
 
+async def test_a_look_up_is_one_round_trip(start_redis: StartRedis, open_store: OpenStore) -> None:
+    """A prompt of 4,000 tokens over eight engines that hold different parts of it: one command from the client."""
+    server = start_redis()
+    store = open_store(server.url)
+    hashes = block_hashes(root_hash("model", ""), range(4000), 16)
+    held = {f"{number}": 31 * number for number in range(8)}
+    for engine_id, number in held.items():
+        batch = BlockBatch(engine_id=engine_id, instance="1", sequence=1, reset=True, stored=hashes[:number])
+        assert await store.publish(batch)
+    assert await store.lookup(hashes, list(held)) == held
+    server.command("CONFIG", "RESETSTAT")
+    assert await store.lookup(hashes, list(held)) == held
+    lines = server.command("INFO", "commandstats").splitlines()
+    inside = ("smismember", "config", "info", "ping")
+    calls = {line.partition(":")[0].removeprefix("cmdstat_"): line for line in lines if line.startswith("cmdstat_")}
+    asked = {name: line for name, line in calls.items() if not name.startswith(inside)}
+    assert list(asked) == ["evalsha"]
+    assert "calls=1," in asked["evalsha"]
+
+
 async def test_a_popular_prefix_costs_a_bounded_amount(start_redis: StartRedis, open_store: OpenStore) -> None:
     """Each costs Redis at most 200 bytes, and each kept token 5."""
     server = start_redis()

@@ -53,3 +53,13 @@ def test_greedy_chances_are_the_softmax() -> None:
     found = best_candidates(logits, [SamplingRow(SamplingParams(temperature=0.0), i) for i in range(3)], KEPT, 10)
     expected = logits.softmax(-1).sort(descending=True).values
     torch.testing.assert_close(torch.tensor(found.chances), expected)
+
+
+def test_of_a_large_vocabulary_only_the_likeliest_get_noise() -> None:
+    """Behind a thousand better tokens hardly any is chosen, so the first candidate is still what sampling chooses."""
+    logits = torch.randn(200, 5000, generator=torch.Generator().manual_seed(4)) * 4
+    rows = [SamplingRow(SamplingParams(temperature=0.9, seed=7), i) for i in range(200)]
+    found = best_candidates(logits, rows, torch.arange(5000), 3)
+    chosen = sample(logits, rows).token_ids
+    assert sum(ids[0] == token_id for ids, token_id in zip(found.token_ids, chosen, strict=True)) >= 198
+    assert all(len(set(ids)) == 3 for ids in found.token_ids)

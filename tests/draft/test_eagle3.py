@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from draft import backlog
 from draft.config import Eagle3Config, FirstConfig, NgramConfig, NoSpeculation, SpeculationConfig
 from draft.eagle3 import Eagle3Proposer
 from draft.ngram import NgramProposer
@@ -151,6 +152,39 @@ def test_what_is_too_far_behind_is_given_up(size: int) -> None:
     starts = [drafts_by(proposer_with(), token_ids, [(first, 39)]) for first in range(24, 30)]
     assert found in starts
     assert found != drafts_by(proposer_with(), token_ids, [(0, 39)])
+
+
+def test_a_head_that_nobody_asks_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features are kept as they come, up to a bound; what the head makes of them waits until a draft is wanted."""
+    proposer, fused = proposer_with(), list[int]()
+    fuse = proposer._head.fuse
+
+    def counted(states: torch.Tensor) -> torch.Tensor:
+        fused.append(len(states))
+        return fuse(states)
+
+    monkeypatch.setattr(proposer._head, "fuse", counted)
+    token_ids = list(range(40))
+    states = features_of(token_ids)
+    proposer.start(0, token_ids)
+    for i in range(39):
+        proposer.commit(0, [], Features(i, states[i : i + 1]))
+    assert fused == []
+    context = DraftContext(0, token_ids, 40, SamplingParams(temperature=0.0), CHAIN)
+    assert proposer.propose([context], [3])[0]
+    assert fused == [39]
+
+
+def test_what_is_kept_of_features_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raw features are fused as they become many, to a third of their size; drafts are the same."""
+    token_ids = list(range(50))
+    expected = drafts_by(proposer_with(), token_ids, [(0, 49)])
+    monkeypatch.setattr(backlog, "FUSE_AT", 10)
+    proposer = proposer_with()
+    found = drafts_by(proposer, token_ids, [(i, i + 7) for i in range(0, 49, 7)])
+    assert [(draft.token_ids, draft.parents) for draft in found] == [
+        (draft.token_ids, draft.parents) for draft in expected
+    ]
 
 
 def test_tenants_do_not_share_the_head_s_cache() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from draft.config import NgramConfig, SpeculationConfig
 from draft.tree import SKIP_REASONS
-from speculation.simulate import Recording, Simulator, parse_curve
+from speculation.recording import Recording
+from speculation.simulate import Simulator, parse_curve
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "proposers.md").read_text()
 SOURCE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)[0]

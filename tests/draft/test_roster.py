@@ -61,11 +61,12 @@ class Fake:
 class Scripted(AsConfigured):
     """Control by tables: what each method may draft, is hoped to bring, and its drafts are worth."""
 
-    min_confidence = 0.25
-
     def __init__(self, limits: dict[str, int], hopes: dict[str, float], worths: dict[str, float]) -> None:
         super().__init__()
         self.tables = limits, hopes, worths
+
+    def min_confidence(self, context: DraftContext) -> float:
+        return 0.25
 
     def limits(self, contexts: Sequence[DraftContext], method: str) -> list[int]:
         return [self.tables[0].get(method, 9) for _ in contexts]

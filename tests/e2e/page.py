@@ -11,6 +11,14 @@ from selenium.webdriver import ActionChains, Chrome, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
+# fmt: off
+NAMED_ROLES = frozenset({
+    "alertdialog", "article", "button", "checkbox", "combobox", "dialog", "graphics-document", "image", "img",
+    "link", "listbox", "navigation", "option", "radio", "region", "searchbox", "slider", "spinbutton", "switch", "tab",
+    "table", "textbox",
+})
+# fmt: on
+"""What says nothing to who listens unless it has a name."""
 WAIT_SECONDS = 60.0
 """Generous: tests share the machine with others."""
 
@@ -105,6 +113,17 @@ class Page:
         """As if the system preferred "light" or "dark"."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+    def nameless(self) -> list[str]:
+        """Controls, pictures and landmarks in sight that a screen reader could not name, by role."""
+        nodes: list[dict[str, Any]] = self.browser.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
+        shown = [node for node in nodes if not node["ignored"] and node["role"]["value"] in NAMED_ROLES]
+        assert shown
+        return [node["role"]["value"] for node in shown if not node.get("name", {}).get("value", "").strip()]
+
+    def announced(self) -> str:
+        """What was last said to who listens."""
+        return str(self.one("#announcer").get_property("textContent"))
 
     def complaints(self) -> list[str]:
         """What the browser complained about since the last time: errors of scripts, refused resources."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -36,7 +38,12 @@ class Server:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        # An engine that a test has stopped would not notice that its front is gone.
+        pids = self.engine_pids() if self.process.poll() is None else []
         self.stop(signal.SIGKILL)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def log(self) -> str:
         return self._log.read_text()

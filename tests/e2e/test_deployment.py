@@ -338,7 +338,7 @@ def test_the_operations_page_names_what_there_is() -> None:
     """Every flag, variable, alert and file that docs/operations.md names exists, and every alert is in its table."""
     page = (ROOT / "docs/operations.md").read_text()
     known = list(options())
-    other = {"--profile", "--json", "--scale", "--help"}
+    other = {"--profile", "--json", "--scale", "--help", "--disable-usage-stats"}
     assert set(re.findall(r"`?(--[a-z][a-z-]+)", page)) - other <= {option.flag for option in known}
     assert set(re.findall(r"FORERUN_[A-Z_]+", page)) <= {option.variable for option in known}
     assert set(re.findall(r"`(Forerun\w+)`", page)) == {rule["alert"] for rule in rules() if "alert" in rule}

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from draft.config import DraftModelConfig, FirstConfig, NgramConfig, NoSpeculation, SpeculationConfig, SuffixConfig
+from draft.config import (
+    AutoConfig,
+    DraftModelConfig,
+    Eagle3Config,
+    FirstConfig,
+    NgramConfig,
+    NoSpeculation,
+    SpeculationConfig,
+    SuffixConfig,
+)
 from speculation.assembly import assemble
 from speculation.engine import Engine
 from speculation.messages import RequestMetrics, SamplingParams, Submit
@@ -27,6 +36,9 @@ CONFIGS: dict[str, SpeculationConfig] = {
     "draft_model": DraftModelConfig(num_speculative_tokens=3),
     "first": FirstConfig(proposers=(NgramConfig(num_speculative_tokens=4), DraftModelConfig(num_speculative_tokens=2))),
     "adaptive": NgramConfig(),
+    "eagle3": Eagle3Config(num_speculative_tokens=4),
+    "eagle3 tree": Eagle3Config(num_speculative_tokens=5, tree_size=16),
+    "auto": AutoConfig(),
 }
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=24),
@@ -90,7 +102,7 @@ def test_speculation_changes_no_token(engine: Engine, sampling: SamplingParams) 
         for together in (False, True):
             tokens, metrics = answers(engine, [config], sampling, together=together)
             assert tokens == expected, (name, together)
-            if name != "adaptive":
+            if name not in {"adaptive", "auto"}:
                 assert sum(m.num_drafts for m in metrics) > 0, name
     mixed, _ = answers(engine, [NoSpeculation(), *CONFIGS.values()], sampling, together=True)
     assert mixed == expected

@@ -9,6 +9,8 @@ import random
 import signal
 import socket
 import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +24,19 @@ from tests.e2e.server import Server
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
 ENDLESS: dict[str, Any] = {**LONG, "max_tokens": 1500, "speculation": "none"}
 """Takes longer than any deadline here, on any machine."""
+STEPS = "forerun_step_seconds_count"
+"""Only grows; what is running now may have ended before anybody looks."""
 
 
 @pytest.fixture
-def own_server(tmp_path: Path) -> Any:
-    """A service for one test, to be hurt."""
+def own_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
+    """A service for one test, to be hurt; the parameter is how many seconds it waits for the running when it ends."""
     try:
         embedded_model_dir()
     except CheckpointError:
         pytest.skip("the embedded model is not fetched; `forerun fetch` fetches it")
-    flags = ("--num-blocks", "128", "--shutdown-seconds", "2", "--failover-seconds", "0.01")
+    seconds = getattr(request, "param", "2")
+    flags = ("--num-blocks", "128", "--shutdown-seconds", seconds, "--failover-seconds", "0.01")
     with Server(tmp_path / "log", *flags) as running:
         yield running
 
@@ -91,31 +96,28 @@ async def test_a_killed_engine_is_reported_and_replaced(own_server: Server) -> N
     assert own_server.metric("forerun_engine_restarts_total") == 1
 
 
+@pytest.mark.parametrize("own_server", ["200"], indirect=True)
 async def test_a_termination_lets_the_running_finish(own_server: Server) -> None:
     """On SIGTERM a running answer comes to its end, a new request is told that the service goes, and the exit is 0."""
+    body = {**LONG, "speculation": "none", "stream": True, "stream_options": {"include_usage": True}}
     async with aiohttp.ClientSession() as client:
-        body = {**LONG, "max_tokens": 24}
-        inside = asyncio.create_task(post(client, own_server, body))
-        await until_running(own_server)
-        own_server.process.terminate()
-        await asyncio.sleep(0.2)
-        try:
-            status, answer = await post(client, own_server, body)
-        except aiohttp.ClientError:
-            pass  # a fast engine has answered, and the service is gone already
-        else:
-            assert (status, answer["error"]["code"]) == (503, "shutting_down")
-        status, answer = await inside
-        assert (status, answer["usage"]["completion_tokens"]) == (200, 24)
+        async with client.post(f"{own_server.url}/v1/completions", json=body) as response:
+            await response.content.readline()
+            own_server.process.terminate()
+            assert await until_refused(client, own_server) == "shutting_down"
+            *_, bill, done, _ = (await response.text()).split("\n\n")
+        assert done == "data: [DONE]"
+        assert json.loads(bill.removeprefix("data: "))["usage"]["completion_tokens"] == LONG["max_tokens"]
     assert await asyncio.to_thread(own_server.process.wait, 60) == 0
 
 
+@pytest.mark.parametrize("own_server", ["0.5"], indirect=True)
 async def test_a_termination_has_a_deadline(own_server: Server) -> None:
     """An answer that would take longer than the deadline ends with an error, and the process is gone in time."""
     pid = own_server.engine_pid()
     async with aiohttp.ClientSession() as client:
-        inside = [asyncio.create_task(post(client, own_server, ENDLESS)) for _ in range(4)]
-        await until_running(own_server)
+        async with working(own_server):
+            inside = [asyncio.create_task(post(client, own_server, ENDLESS)) for _ in range(4)]
         started = time.monotonic()
         assert await asyncio.to_thread(own_server.stop) == 0
         statuses = [status for status, _ in await asyncio.gather(*inside)]
@@ -125,14 +127,20 @@ async def test_a_termination_has_a_deadline(own_server: Server) -> None:
         os.kill(pid, 0)
 
 
-def test_a_front_that_is_killed_leaves_no_engine(own_server: Server) -> None:
-    """When the front is killed outright, its engine ends by itself."""
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_front_that_is_killed_leaves_nothing(own_server: Server, hangs: bool) -> None:
+    """When the front is killed outright, its engine ends, even one that hangs, and no folder of theirs is left."""
     pid = own_server.engine_pid()
+    command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    meeting_point = Path(command[command.index("--socket") + 1])
+    if hangs:
+        os.kill(pid, signal.SIGSTOP)
     own_server.stop(signal.SIGKILL)
     deadline = time.monotonic() + 30
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    assert not meeting_point.parent.exists()
 
 
 async def test_a_reader_that_stalls_holds_back_nobody(server: Server) -> None:
@@ -140,11 +148,11 @@ async def test_a_reader_that_stalls_holds_back_nobody(server: Server) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     data = json.dumps({**LONG, "stream": True, "logprobs": 20}).encode()
     with socket.create_connection((host, int(port))) as client:
-        client.sendall(
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
-        )
+        async with working(server):
+            client.sendall(
+                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+            )
         async with aiohttp.ClientSession() as session:
-            await until_running(server)
             status, _ = await post(session, server, {"prompt": "One two", "max_tokens": 3})
         assert status == 200
     server.wait_until_idle()
@@ -155,8 +163,20 @@ async def post(client: aiohttp.ClientSession, server: Server, body: dict[str, An
         return response.status, await response.json()
 
 
-async def until_running(server: Server) -> None:
-    """Wait until the engine works on something."""
+async def until_refused(client: aiohttp.ClientSession, server: Server) -> str:
+    """Ask until the service takes no more; the code of what it says then."""
     async with asyncio.timeout(60):
-        while not await asyncio.to_thread(server.metric, "forerun_sequences_running"):
+        while True:
+            status, answer = await post(client, server, {"prompt": "One two", "max_tokens": 1})
+            if status != 200:
+                return str(answer["error"]["code"])
+
+
+@asynccontextmanager
+async def working(server: Server) -> AsyncIterator[None]:
+    """On leaving, wait until the engine has begun with what was asked inside. It may have ended since."""
+    before = await asyncio.to_thread(server.metric, STEPS)
+    yield
+    async with asyncio.timeout(60):
+        while await asyncio.to_thread(server.metric, STEPS) == before:
             await asyncio.sleep(0.02)

@@ -24,6 +24,8 @@ from tests.service.experiments.test_manager import drive
 from tests.service.experiments.traffic import Law, body
 
 MARKUP = "<img src=x onerror=alert(1)><script>document.title='gone'</script>"
+ENDLESS = "Write the numbers from 1 to 500, one number a line, and nothing else."
+"""Greedy, the answer goes on for more than 900 tokens."""
 COPY = "Repeat this list exactly: amber, basalt, cedar, delta, ember, fjord, granite, harbor, indigo, juniper."
 
 
@@ -79,6 +81,7 @@ def test_an_answer_streams_in_colours(page: Page) -> None:
     assert "guesses right (100 %)" in note
     assert "seed 5" in note
     counters = {one.get_attribute("data-counter"): one.text for one in page.find("[data-counter]")}
+    assert counters.keys() == {"speed", "acceptance", "ttft", "saved"}
     assert counters["acceptance"] == "3.00"
     assert counters["ttft"].endswith("ms")
     ActionChains(page.browser).move_to_element(guess).perform()
@@ -194,7 +197,7 @@ async def look(experiments: Experiments, law: Law, first: int) -> None:
 def read_look(page: Page) -> int:
     """After how many requests the interval is what the page reads out."""
     reading = page.text(".plot .reading")
-    found = re.fullmatch(r"After ([\d,]+) requests: \+\d+ %, interval \+\d+ % to \+\d+ %", reading)
+    found = re.fullmatch(r"After ([\d,]+) requests: [+−][\d.]+ %, interval [+−][\d.]+ % to [+−][\d.]+ %", reading)
     assert found is not None, reading
     return int(found[1].replace(",", ""))
 
@@ -211,11 +214,13 @@ def test_an_experiment_is_watched_and_promoted(page: Page, scripted: ScriptedSer
         scripted.run(look(experiments, law, first))
     page.until(lambda: "; safe to promote" in page.text(".conclusion"))
     assert page.find("svg polygon.band")
-    newest = read_look(page)
+    newest = scripted.run(experiments.trace("watched")).points[-1].num_samples
+    page.until(lambda: read_look(page) == newest)
     page.one("svg[aria-label^='How much faster ngram-8 is than plain']").send_keys(Keys.ARROW_LEFT, Keys.ARROW_LEFT)
     assert read_look(page) == newest - 40
     assert {"plain", "ngram-8"} <= set(page.text("[aria-label=Arms] tbody").split())
     assert "is at most 200 % worse than plain's holds" in page.text("[aria-label=Guardrails]")
+    assert page.nameless() == []
     page.button("Promote ngram-8").click()
     page.one("dialog button.primary").click()
     page.until(lambda: page.text(".experiment .heading .chip") == "promoted")
@@ -245,6 +250,28 @@ def test_a_service_with_keys_asks_for_one(browser: Chrome, tmp_path: Path) -> No
         page.open("engine")
         page.until(lambda: "is for operators" in page.text("#engine"))
         assert all("401" in one or "403" in one for one in page.complaints())
+
+
+def test_who_listens_is_told_everything(page: Page) -> None:
+    """Every control, picture and landmark of each view has a name, in dialogs too, and the end of an answer is said."""
+    page.open()
+    page.one("#compare").click()
+    page.choose(".settings select", "custom")
+    page.ask("The quick brown fox")
+    page.answers()
+    page.until(lambda: page.announced().startswith("Same text, all"))
+    assert page.nameless() == []
+    page.one("#compare").click()
+    page.ask("The quick brown fox")
+    page.answers()
+    page.until(lambda: page.announced().startswith("Answer finished, "))
+    page.open("engine")
+    page.until(lambda: page.find(".tile"))
+    assert page.nameless() == []
+    page.open("experiments")
+    page.button("New experiment").click()
+    page.until(lambda: page.find("dialog[open]"))
+    assert page.nameless() == []
 
 
 def test_light_and_dark_follow_the_system(page: Page) -> None:
@@ -294,8 +321,10 @@ def test_the_model_answers_by_keyboard_alone(real: Page) -> None:
 def test_a_long_answer_can_be_stopped(real: Page, server: Server) -> None:
     """Escape ends the answer where it is: it says so, keeps its text, and the engine frees what it held."""
     real.open()
+    real.choose(".settings select", "none")
+    real.set_number("Temperature", "0")
     real.set_number("Most tokens", "900")
-    real.ask("Count from 1 to 1000, one number a line.")
+    real.ask(ENDLESS)
     real.until(lambda: real.find(".token"))
     real.keys(Keys.ESCAPE)
     (answer,) = real.answers("cancelled")

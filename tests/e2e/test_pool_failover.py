@@ -34,6 +34,8 @@ def body(number: int, **changes: Any) -> dict[str, Any]:
         "return_token_ids": True,
         "stream": True,
         "stream_options": {"include_usage": True},
+        # Lookup in finished answers would be done in a few steps the second time.
+        "speculation": "ngram",
         **changes,
     }
 
@@ -63,13 +65,14 @@ def summary(blocks: list[str]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def pool(tmp_path: Path) -> Iterator[Server]:
-    """A service with two engines, for one test to hurt."""
+def pool(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A service with two engines, for one test to hurt; its parameters are further flags."""
     try:
         embedded_model_dir()
     except CheckpointError:
         pytest.skip("the embedded model is not fetched; `forerun fetch` fetches it")
     flags = ["--engines", "2", "--num-blocks", "256", "--silence-seconds", "3", "--check-invariants"]
+    flags += getattr(request, "param", [])
     with Server(tmp_path / "log", *flags) as running:
         yield running
 
@@ -82,15 +85,36 @@ async def test_a_stream_goes_on_when_its_engine_dies_or_hangs(pool: Server, numb
         await until_serving(client, pool, 2)
         undisturbed = await ask(client, pool, request)
         before = pool.engine_pids()
+        ticks = [cpu_ticks(pid) for pid in before]
         async with client.post(f"{pool.url}/v1/completions", json=request) as response:
-            blocks = [(await response.content.readuntil(b"\n\n")).decode() for _ in range(6)]
-            os.kill(busy(before), number)
+            blocks = [(await response.content.readuntil(b"\n\n")).decode() for _ in range(20)]
+            os.kill(busiest(before, ticks), number)
             blocks += (await response.text()).split("\n\n")
         assert summary([block.strip() for block in blocks]) == undisturbed
         assert len(undisturbed["logprobs"]) == undisturbed["usage"][1] == 400
         await until_serving(client, pool, 2)
     assert len(pool.engine_pids()) == 2
     assert pool.engine_pids() != before
+    assert pool.metric("forerun_pool_resumed_total") == 1
+    pool.wait_until_idle()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pool", [["--max-num-batched-tokens", "32"]], indirect=True, ids=["small-steps"])
+async def test_an_engine_killed_in_prefill(pool: Server) -> None:
+    """Killed while it computes a long prompt, a few tokens a step: the answer is that of an undisturbed run."""
+    words = " ".join(str(number) for number in range(500))
+    request = body(1, prompt=words, max_tokens=200, ignore_eos=True)
+    async with aiohttp.ClientSession() as client:
+        await until_serving(client, pool, 2)
+        undisturbed = await ask(client, pool, request)
+        asking = asyncio.create_task(ask(client, pool, {**request, "cache_salt": "nothing cached"}))
+        while not any(engine["sequences"] for engine in await engines_of(client, pool)):
+            await asyncio.sleep(0.01)
+        os.kill(busy(pool.engine_pids(), 0.02), signal.SIGKILL)
+        assert not asking.done()
+        assert await asking == undisturbed
+        await until_serving(client, pool, 2)
     assert pool.metric("forerun_pool_resumed_total") == 1
     pool.wait_until_idle()
 
@@ -128,10 +152,16 @@ async def test_killing_under_load_changes_no_answer(pool: Server) -> None:
     assert len(pool.engine_pids()) == 2
 
 
-def busy(pids: list[int]) -> int:
-    """The process that has used the most of a processor in the last moments."""
+def busy(pids: list[int], seconds: float) -> int:
+    """The process that uses most of a processor, as soon as one has used any."""
     before = [cpu_ticks(pid) for pid in pids]
-    time.sleep(0.3)
+    while [cpu_ticks(pid) for pid in pids] == before:
+        time.sleep(seconds)
+    return busiest(pids, before)
+
+
+def busiest(pids: list[int], before: list[int]) -> int:
+    """The process that has used the most of a processor since each had used `before`."""
     used = [cpu_ticks(pid) - ticks for pid, ticks in zip(pids, before, strict=True)]
     return pids[used.index(max(used))]
 
@@ -144,9 +174,11 @@ def cpu_ticks(pid: int) -> int:
 async def until_serving(client: aiohttp.ClientSession, server: Server, num_engines: int) -> None:
     """Wait until so many engines serve."""
     async with asyncio.timeout(240):
-        while True:
-            async with client.get(f"{server.url}/v1/engines") as response:
-                engines = (await response.json())["data"]
-            if sum(engine["state"] == "serving" for engine in engines) == num_engines:
-                return
+        while sum(engine["state"] == "serving" for engine in await engines_of(client, server)) != num_engines:
             await asyncio.sleep(0.1)
+
+
+async def engines_of(client: aiohttp.ClientSession, server: Server) -> list[dict[str, Any]]:
+    """What the service says of its engines."""
+    async with client.get(f"{server.url}/v1/engines") as response:
+        return list((await response.json())["data"])

@@ -20,6 +20,7 @@ from service.app import ENGINE_LIFE, ENGINES, create_app
 from service.context import FRONT
 from service.front import Front
 from service.pool.settings import PoolSettings, TenantSettings
+from service.request_log import RecordingSettings
 from service.server import create_runner, url_of
 from service.settings import AuditSettings, LimitSettings, ServerSettings, Settings
 from service.supervisor import Supervisor
@@ -197,6 +198,7 @@ async def start_service(model_folder: Path) -> AsyncIterator[StartService]:
             wait: bool = True,
             pool: PoolSettings = PoolSettings(),  # noqa: B008 - frozen
             tenants: TenantSettings = TenantSettings(),  # noqa: B008 - frozen
+            recording: RecordingSettings = RecordingSettings(),  # noqa: B008 - frozen
             **engine: Any,
         ) -> Service:
             settings = Settings(
@@ -204,6 +206,7 @@ async def start_service(model_folder: Path) -> AsyncIterator[StartService]:
                 limits=limits,
                 pool=pool,
                 tenants=tenants,
+                recording=recording,
                 audit=AuditSettings(audit_share=audit_share),
                 engine=EngineSettings(**{"model": str(model_folder), **engine}),
                 profiles={"fast": NgramConfig(num_speculative_tokens=2)},

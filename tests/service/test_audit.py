@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from service import audit
 from service.audit import Divergence, divergence_of
@@ -61,6 +62,29 @@ async def test_finished_requests_are_compared(start_service: StartService) -> No
     _, text = await service.get("/metrics")
     assert "forerun_audited_requests_total 5.0" in text.splitlines()
     assert "forerun_audit_divergences_total 0.0" in text.splitlines()
+
+
+async def test_what_users_are_told_leaves_the_audit_out(start_service: StartService) -> None:
+    """Latencies, tokens, hit rates and hot prefixes are those of the three requests that users sent."""
+    service = await start_service(audit_share=1.0)
+    for _ in range(3):
+        await service.post(TEXT, {"prompt": list(range(3, 43)), "max_tokens": 12, "ignore_eos": True})
+    await audited(service, 3)
+    _, text = await service.get("/metrics")
+    found = {family.name: list(family.samples) for family in text_string_to_metric_families(text)}
+
+    def count(name: str) -> float:
+        return sum(sample.value for sample in found[name] if sample.name == f"{name}_count")
+
+    # Three tokens a step: twelve are four outputs, with three gaps between them.
+    assert count("forerun_inter_token_seconds") == 3 * 3
+    assert [count(f"forerun_{name}_seconds") for name in ("ttft", "tpot", "end_to_end", "queue", "prefill")] == [3] * 5
+    tokens = {sample.labels["kind"]: sample.value for sample in found["forerun_tokens"] if "kind" in sample.labels}
+    assert (tokens["prompt"], tokens["completion"]) == (3 * 40, 3 * 12)
+    await service.front.popularity.flush()
+    _, cache = await service.get("/v1/cache")
+    assert [tenant["requests"] for tenant in cache["tenants"]] == [3]
+    assert len(cache["hot_prefixes"]) == 1
 
 
 async def test_a_divergence_is_reported(start_service: StartService) -> None:

@@ -60,6 +60,7 @@ WRONG_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"speculation": {"method": "magic"}}, "speculation.method", "ngram"),
     ({"speculation": {"method": "draft_model"}}, "speculation.method", "none"),
     ({"speculation": {"method": "ngram", "num_speculative_tokens": 99}}, "speculation.num_speculative_tokens", "<= 32"),
+    ({"speculation": {"method": "suffix", "tree_size": 64}}, "speculation.tree_size", "<= 63"),
     ({"speculation": {"method": "ngram", "min_m": 2}}, "speculation.min_m", "min_n"),
     ({"speculation": {"method": "ngram", "min_n": 5, "max_n": 2}}, "speculation", "min_n is 5"),
     ({"speculation": {}}, "speculation.method", "required"),
@@ -189,7 +190,7 @@ async def test_the_engine_s_refusals_become_errors(service: Service, stream: boo
 async def test_too_many_requests_are_told_to_come_again(start_service: StartService) -> None:
     """Beyond what the engine runs and queues a request is 429 with Retry-After; those before it are served."""
     service = await start_service(max_num_seqs=2, max_waiting=2)
-    body = {"prompt": "hi", "cache_salt": "slow", "ignore_eos": True, "max_tokens": 30}
+    body = {"prompt": "hi", "cache_salt": "slow", "ignore_eos": True, "max_tokens": 150}
     running = [asyncio.create_task(service.post(TEXT, body)) for _ in range(4)]
     await service.until(lambda: service.front.client.num_live == 4)
     async with service.client.post(service.url + TEXT, json={"prompt": "hi"}) as response:

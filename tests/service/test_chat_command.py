@@ -121,17 +121,19 @@ async def test_mistakes_are_said_in_the_service_s_words(service: Service) -> Non
     assert await session.run(lines=("",)) == 0
 
 
-async def test_a_key_is_read_from_a_file(start_service: StartService, tmp_path: Path) -> None:
-    """A service with keys answers those who have one, and tells others what is missing."""
+async def test_a_service_with_keys_is_told_one(start_service: StartService, tmp_path: Path) -> None:
+    """A service with keys answers those who have one, by flag, file or variable, and tells others what is missing."""
     (tmp_path / "keys").write_text("somebody s3cret\n")
     (tmp_path / "mine").write_text("s3cret\n")
     service = await start_service(tenants=TenantSettings(api_keys_file=str(tmp_path / "keys")))
     session = Session(service)
     assert await session.run("fox") == 1
-    assert "answers 401; it wants an API key" in session.errors.getvalue()
+    assert "answers 401; it wants an API key that it knows: --api-key, or FORERUN_API_KEY" in session.errors.getvalue()
     assert await session.run("--api-key-file", str(tmp_path / "none"), "fox") == 2
     assert session.out.getvalue() == ""
     assert await session.run("--api-key-file", str(tmp_path / "mine"), "fox") == 0
+    assert await session.run("--api-key", "s3cret", "fox") == 0
+    assert await Session(service, environment={"FORERUN_API_KEY": "s3cret"}).run("fox") == 0
     assert session.out.getvalue()
 
 

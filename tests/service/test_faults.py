@@ -202,7 +202,7 @@ async def test_a_model_the_front_cannot_use_is_an_error_at_start(start_service: 
 
 async def test_shutting_down_lets_the_running_finish(service: Service) -> None:
     """After draining has begun new requests and readiness are 503, and those inside end as they would have."""
-    inside = asyncio.create_task(service.post(TEXT, {**LONG, "max_tokens": 60}))
+    inside = asyncio.create_task(service.post(TEXT, LONG))
     await service.until(lambda: service.front.client.num_live == 1)
     drained = asyncio.create_task(service.front.admission.drain(20))
     await asyncio.sleep(0)
@@ -210,7 +210,7 @@ async def test_shutting_down_lets_the_running_finish(service: Service) -> None:
     assert (status, body["error"]["code"]) == (503, "shutting_down")
     assert (await service.get("/health/ready"))[0] == 503
     status, body = await inside
-    assert (status, body["usage"]["completion_tokens"]) == (200, 60)
+    assert (status, body["usage"]["completion_tokens"]) == (200, LONG["max_tokens"])
     assert await drained
 
 

@@ -18,7 +18,7 @@ from speculation.settings import EngineSettings
 
 def test_without_anything_the_defaults_hold() -> None:
     """No flag, variable or file gives the tree's defaults, which listen on this machine only."""
-    settings = load_settings([], {"PATH": "x"})
+    settings = load_settings([], {"PATH": "x", "FORERUN_API_KEY": "of the commands that ask a service"})
     assert settings == Settings()
     assert settings.server.host == "127.0.0.1"
 

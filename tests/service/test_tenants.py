@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -123,17 +124,37 @@ async def test_tenants_generate_and_operators_see_all(start_service: StartServic
     async with service.client.ws_connect(f"{service.url}/v1/stream", headers=alice) as socket:
         await socket.send_json({"type": "generate", "id": "a", "request": BODY})
         assert (await socket.receive_json())["type"] == "started"
-    for method, path in (
-        ("GET", "/v1/cache"),
-        ("GET", "/v1/engines"),
-        ("POST", "/v1/engines/engine-0/drain"),
-        ("PUT", "/v1/speculation/x"),
-    ):
-        async with service.client.request(method, service.url + path, headers=alice, json={}) as response:
+    for path in ("/v1/audit", "/v1/cache", "/v1/engine", "/v1/engines", "/v1/experiments"):
+        async with service.client.get(service.url + path, headers=alice) as response:
             assert response.status == 403, path
             assert (await response.json())["error"]["code"] == "operators_only"
+        async with service.client.get(service.url + path, headers=root) as response:
+            assert response.status == 200, path
     async with service.client.get(f"{service.url}/v1/cache", headers=root) as response:
         assert {entry["tenant"] for entry in (await response.json())["tenants"]} >= {"alice"}
+
+
+async def test_what_tenants_may_do_is_listed(start_service: StartService, keys: TenantSettings) -> None:
+    """Of all routes under /v1 these answer to a tenant's key; whatever is added is for operators until it is here."""
+    service = await start_service(tenants=keys)
+    allowed = set()
+    for route in service.app.router.routes():
+        path = route.resource.canonical if route.resource is not None else ""
+        if not path.startswith("/v1/"):
+            continue
+        url = service.url + re.sub(r"\{[^}]+\}", "x", path)
+        async with service.client.request(route.method, url, headers=bearer("key-of-alice"), data=b"{}") as response:
+            if response.status != 403:
+                allowed.add((route.method, path))
+    read = {(method, path) for method, path in allowed if method in {"GET", "HEAD"}}
+    assert {path for _, path in read} == {
+        "/v1/models",
+        "/v1/models/{name}",
+        "/v1/speculation",
+        "/v1/speculation/{name}",
+        "/v1/stream",
+    }
+    assert allowed - read == {("POST", "/v1/chat/completions"), ("POST", "/v1/completions")}
 
 
 async def test_the_same_prompt_of_two_tenants_is_two_prompts(start_service: StartService) -> None:

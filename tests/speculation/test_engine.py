@@ -435,3 +435,50 @@ def test_two_hundred_requests_with_random_aborts_leave_no_block() -> None:
         if request.request_id not in aborted:
             assert run.tokens[request.request_id] == plain_loop(request)
     assert run.engine.pool.num_free + run.engine.pool.num_cached == 63
+
+
+def skipped_of(run: Run, name: str) -> dict[str, int]:
+    """Why a finished request had steps without a draft."""
+    metrics = run.finished[name].metrics
+    assert metrics is not None
+    return metrics.skipped_drafts
+
+
+def test_guesses_that_do_not_fit_are_counted_by_reason() -> None:
+    """A token budget spent on committed tokens, a pool without a free block, plain decoding, and the last token."""
+    script = oracle(truth)
+    tight = Run(engine_with(Scripted("oracle", script), max_num_batched_tokens=2))
+    full = Run(engine_with(Scripted("oracle", script), num_blocks=8, block_size=1))
+    for run in (tight, full):
+        for number, prompt in enumerate(([1, 2], [2, 3])):
+            run.submit(request_of(str(number), prompt, SCRIPTED, max_tokens=5))
+        run.submit(request_of("plain", [3], NoSpeculation(), max_tokens=2))
+        run.until_idle()
+    for run, reason in ((tight, "token_budget"), (full, "no_blocks")):
+        counted = [skipped_of(run, name).get(reason, 0) for name in ("0", "1", "plain")]
+        assert run.engine.stats().skipped_drafts[reason] == sum(counted) > 0
+        assert skipped_of(run, "plain").keys() <= {"disabled"}
+    assert skipped_of(tight, "plain")["disabled"] > 0
+    assert tight.engine.stats().skipped_drafts["last_token"] > 0
+
+
+def test_saved_seconds_are_those_of_the_requests_together() -> None:
+    """An oracle saves time by what steps cost, plain decoding none, a liar loses some; the total is their sum."""
+    engine = engine_with(Scripted("oracle", oracle(truth)))
+    run = Run(engine)
+    run.submit(request_of("right", [1, 2, 3], SCRIPTED, max_tokens=40))
+    run.until_idle()
+    run.submit(request_of("plain", [1, 2, 3], NoSpeculation(), max_tokens=40))
+    run.until_idle()
+    other = engine_with(Scripted("liar", liar(truth, VOCAB_SIZE)))
+    wrong = Run(other)
+    wrong.submit(request_of("wrong", [1, 2, 3], SCRIPTED, max_tokens=40))
+    wrong.until_idle()
+    saved = {}
+    for each in (run, wrong):
+        for name, output in each.finished.items():
+            assert output.metrics is not None
+            saved[name] = output.metrics.saved_seconds
+    assert saved["wrong"] < 0.0 == saved["plain"] < saved["right"]
+    assert engine.stats().counters["saved_seconds"] == saved["right"]
+    assert other.stats().counters["saved_seconds"] == saved["wrong"]

@@ -25,6 +25,8 @@ from tests.speculation.test_engine import Run
 from tests.tiny_model import TINY, tiny_runner
 
 K3 = DraftModelConfig(num_speculative_tokens=3)
+TREE = DraftModelConfig(num_speculative_tokens=4, tree_size=12)
+AUTO = DraftModelConfig()
 NGRAM = NgramConfig(num_speculative_tokens=4, min_n=1, max_n=2)
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=24),
@@ -124,7 +126,7 @@ def test_mixed_batches_say_what_each_says_alone(
     proposer: str, params: SamplingParams, block_size: int, budget: int
 ) -> None:
     """Plain, looked-up and model-drafted sequences in one batch equal the plain loop, for any block and chunk size."""
-    configs: list[SpeculationConfig] = [K3, NoSpeculation(), NGRAM, K3, NGRAM, K3]
+    configs: list[SpeculationConfig] = [K3, NoSpeculation(), NGRAM, TREE, AUTO, NGRAM, K3, TREE]
     assert_exact(run_with(proposer, block_size=block_size, budget=budget), requests_of(params, configs))
 
 
@@ -133,7 +135,7 @@ def test_mixed_batches_say_what_each_says_alone(
 def test_preemption_and_prefix_hits_change_nothing(proposer: str, params: SamplingParams) -> None:
     """In a pool too small for all, with prompts that share a prefix, every sequence still equals the plain loop."""
     run = run_with(proposer, num_blocks=24, block_size=4)
-    assert_exact(run, requests_of(params, [K3, NGRAM, K3, K3, NoSpeculation(), K3], shared=9))
+    assert_exact(run, requests_of(params, [K3, NGRAM, TREE, K3, NoSpeculation(), TREE, AUTO], shared=9))
     stats = run.engine.stats()
     assert stats.counters["preemptions"] > 0
     assert stats.counters["cached_tokens"] > 0
@@ -143,7 +145,7 @@ def test_preemption_and_prefix_hits_change_nothing(proposer: str, params: Sampli
 def test_float32_is_exact_too(params: SamplingParams) -> None:
     """In float32, where rounding would show, rows do not depend on their neighbours: the same equality holds."""
     run = run_with("another", num_blocks=40, block_size=4, dtype=torch.float32)
-    assert_exact(run, requests_of(params, [K3, NoSpeculation(), NGRAM, K3, NGRAM, K3], shared=5), torch.float32)
+    assert_exact(run, requests_of(params, [K3, NoSpeculation(), NGRAM, TREE, NGRAM, AUTO], shared=5), torch.float32)
 
 
 @pytest.mark.parametrize("params", SAMPLINGS.values(), ids=SAMPLINGS)

@@ -81,6 +81,13 @@ def overlapped(engine: Engine) -> Iterator[list[SequenceOutput]]:
         yield engine.report(result)
 
 
+def without_times(output: SequenceOutput) -> SequenceOutput:
+    """What drafting took is measured, and no two runs take the same."""
+    if output.metrics is None:
+        return output
+    return msgspec.structs.replace(output, metrics=msgspec.structs.replace(output.metrics, saved_seconds=0.0))
+
+
 def test_overlapped_steps_say_the_same_in_the_same_order() -> None:
     """Six sequences with trees, lookups, penalties, logprobs and preemptions: every output equal, figures included."""
 
@@ -106,7 +113,7 @@ def test_overlapped_steps_say_the_same_in_the_same_order() -> None:
         found: dict[str, list[SequenceOutput]] = {request.request_id: [] for request in requests}
         for step in drive(engine):
             for output in step:
-                found[output.request_id].append(output)
+                found[output.request_id].append(without_times(output))
         for request in requests:
             said = [token for output in found[request.request_id] for token in output.token_ids]
             assert said == plain_loop(request)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from draft.config import FirstConfig, NgramConfig, NoSpeculation, PredictionConfig, SuffixConfig
 from draft.tree import Draft
-from speculation.simulate import Recording, Simulator, follow, main, parse_config, parse_curve, read_log, simulate
+from speculation.recording import Recording, read_log
+from speculation.simulate import Simulator, follow, main, parse_config, parse_curve, simulate
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 FLAT = "1:5,64:5"
@@ -120,6 +121,16 @@ def test_a_bad_line_is_named(tmp_path: Path) -> None:
     log.write_text('{"prompt_token_ids": [1], "output_token_ids": [1]}\n{"prompt_token_ids": "x"}\n')
     with pytest.raises(ValueError, match=r"log.jsonl, line 2: .*prompt_token_ids.*a line is"):
         list(read_log(log))
+
+
+def test_a_log_in_use_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
+    """Half a line at the end is being written by the service and left out; a whole one without a newline is read."""
+    log = tmp_path / "log.jsonl"
+    whole = '{"prompt_token_ids": [1], "output_token_ids": [1]}'
+    log.write_text(f"{whole}\n{whole[:30]}")
+    assert list(read_log(log)) == [Recording(prompt_token_ids=[1], output_token_ids=[1])]
+    log.write_text(f"{whole}\n{whole}")
+    assert len(list(read_log(log))) == 2
 
 
 def test_auto_is_the_best_lookup() -> None:

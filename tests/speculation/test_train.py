@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -48,9 +49,8 @@ def first_acceptance(target: Path, head: Path, scratch: Path) -> float:
 
 
 def untrained(trained: Path, folder: Path) -> Path:
-    """The same head with random matrices."""
-    folder.mkdir()
-    (folder / "config.json").write_text((trained / "config.json").read_text())
+    """The same head or model with random matrices."""
+    shutil.copytree(trained, folder)
     torch.manual_seed(0)
     tensors = {
         name: torch.randn_like(tensor) * tensor.shape[1] ** -0.5
@@ -62,7 +62,7 @@ def untrained(trained: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+@pytest.mark.parametrize("method", ["eagle3", "medusa", "draft_model"])
 def test_a_trained_head_beats_an_untrained_one(method: str, target: Path, tmp_path: Path) -> None:
     """Prompts, answers, training and checkpoint in one command; its guesses are accepted more than random ones."""
     out = tmp_path / "head"
@@ -94,6 +94,26 @@ def test_a_stopped_training_goes_on_as_if_it_had_not(target: Path, tmp_path: Pat
     assert len(curve) == len({json.loads(line)["update"] for line in curve})
 
 
+def test_tasks_over_texts_are_recorded_as_well(target: Path, tmp_path: Path) -> None:
+    """Prompts made of the passages of a text come on top of the others, and the record names the text."""
+    text = tmp_path / "words.txt"
+    text.write_text("\n\n".join(" ".join(f"w{(i * j) % 59}" for j in range(30)) for i in range(1, 30)))
+    options = {"texts": text, "num-text-prompts": 90, "num-prompts": 15, "epochs": 1, "max-answer-tokens": 8}
+    assert main(arguments(target, tmp_path / "head", **options)) == 0
+    record = json.loads((tmp_path / "head" / "training.json").read_text())
+    assert (record["num_text_prompts"], record["texts"]) == (90, ["words.txt"])
+    assert record["num_sequences"] > 60
+
+
+def test_bfloat16_products_teach_as_well(target: Path, tmp_path: Path) -> None:
+    """With `--bfloat16` the validated guesses get better, and the written weights are finite."""
+    assert main([*arguments(target, tmp_path / "head"), "--bfloat16"]) == 0
+    record = json.loads((tmp_path / "head" / "training.json").read_text())
+    assert record["settings"]["is_bfloat16"]
+    assert record["curve"][-1]["accuracies"][0] > record["curve"][0]["accuracies"][0] - 0.05
+    assert all(tensor.isfinite().all() for tensor in load_file(tmp_path / "head" / "model.safetensors").values())
+
+
 def test_bad_input_is_named(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A missing target, a layer the target does not have, an empty prompt file: exit status 2 and a sentence."""
     empty = tmp_path / "empty"
@@ -102,6 +122,9 @@ def test_bad_input_is_named(target: Path, tmp_path: Path, capsys: pytest.Capture
         ({"target": tmp_path / "nowhere"}, "does not exist"),
         ({"feature-layers": "1,9"}, "--feature-layers is 1,9; the target has layers 0 to 2"),
         ({"prompts": empty}, "has no prompts"),
+        ({"texts": empty}, "no text there"),
+        ({"method": "draft_model", "hidden-size": 50}, "--hidden-size is 50; it must be a multiple of 32"),
+        ({"method": "draft_model", "layers": 0}, "--layers is 0"),
     ]
     for changes, message in cases:
         assert main(arguments(**{"target": target, "out": tmp_path / "out"} | changes)) == 2

@@ -14,7 +14,8 @@ from tests.tiny_model import tiny_weights
 
 def module_of(architecture: Eagle3Architecture) -> Eagle3Module:
     torch.manual_seed(4)
-    module = Eagle3Module(architecture, tiny_weights(dtype=torch.float32).embed, 16)
+    weights = tiny_weights(dtype=torch.float32)
+    module = Eagle3Module(architecture, weights.embed, weights.lm_head, 16)
     for parameter in module.parameters():
         if parameter.dim() == 1:
             parameter.data += 0.2 * torch.randn_like(parameter)

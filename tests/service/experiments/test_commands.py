@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,6 +14,8 @@ from service.experiments.commands import experiment_command, report_command
 from service.experiments.handlers import EXPERIMENTS, setup
 from service.experiments.manager import Experiments
 from service.experiments.store import MemoryExperimentStore
+from service.pool.settings import TenantSettings
+from tests.service.conftest import StartService
 from tests.service.experiments.test_handlers import errors
 from tests.service.experiments.test_manager import drive, look
 from tests.service.experiments.traffic import Law, body
@@ -87,6 +89,26 @@ async def test_what_goes_wrong_is_said_in_the_service_s_words(server: TestServer
     lines: list[str] = []
     assert await asyncio.to_thread(experiment_command, ["--url", "http://127.0.0.1:9", "list"], lines.append) == 1
     assert "no answer from http://127.0.0.1:9" in lines[0]
+
+
+async def test_a_service_with_keys_is_told_one(start_service: StartService, tmp_path: Path) -> None:
+    """Both commands send the operator's key, by flag or variable; without one they say how to give it."""
+    (tmp_path / "keys").write_text("root s3cret operator\n")
+    service = await start_service(tenants=TenantSettings(api_keys_file=str(tmp_path / "keys")))
+    (tmp_path / "experiment.toml").write_text(TOML)
+    lines: list[str] = []
+
+    async def ask(command: Callable[..., int], *words: str, **environment: str) -> int:
+        return await asyncio.to_thread(command, ["--url", service.url, *words], lines.append, environment)
+
+    create = ("create", str(tmp_path / "experiment.toml"))
+    assert await ask(experiment_command, *create) == 1
+    assert "(--api-key, or FORERUN_API_KEY)" in lines[-1]
+    assert await ask(experiment_command, "--api-key", "s3cret", *create) == 0
+    out = ("lookup", "--html", str(tmp_path / "report.html"))
+    assert await ask(report_command, *out, FORERUN_API_KEY="wrong") == 1
+    assert await ask(report_command, *out, FORERUN_API_KEY="s3cret") == 0
+    assert "lookup" in (tmp_path / "report.html").read_text()
 
 
 class Page(HTMLParser):

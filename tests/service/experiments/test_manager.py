@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import uuid
-from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +13,9 @@ from service.experiments import book as books
 from service.experiments import manager as managers
 from service.experiments.evaluator import Evaluator
 from service.experiments.manager import Experiments, Served
-from service.experiments.redis_store import RedisExperimentStore
 from service.experiments.store import ExperimentStore, MemoryExperimentStore
 from service.experiments.tally import Outcome
 from speculation.messages import NgramConfig, NoSpeculation, SpeculationConfig
-from tests.redis_server import RedisServer
 from tests.service.experiments.traffic import Law, definition, facts
 
 SERVED = Served(methods=frozenset({"none", "ngram"}), models=["m"], routes=["/v1/chat/completions"])
@@ -216,6 +212,28 @@ async def test_an_audit_that_diverges_ends_the_experiment() -> None:
     assert "changed the output" in ended.ended_because
 
 
+@pytest.mark.parametrize("is_promotion", [False, True])
+async def test_the_last_requests_count_if_they_end_soon(is_promotion: bool) -> None:
+    """What was in flight at the end counts within the grace and not after it; a divergence counts however late."""
+    clock = Clock()
+    experiments = front(MemoryExperimentStore(), clock)
+    await experiments.create(definition())
+    law = Law(1)
+    in_flight = [(known, experiments.assign(known)) for known in map(law.facts, range(3))]
+    key = experiments.book.experiments["lookup"].tally_key
+    await (experiments.promote("lookup", "ngram-8") if is_promotion else experiments.stop("lookup"))
+    counts = []
+    for seconds, (known, assigned) in zip((1.0, managers.GRACE_SECONDS - 1.0, 1.0), in_flight, strict=True):
+        clock.now += seconds
+        assert assigned is not None
+        experiments.observe(assigned, law.outcome(known, assigned.request.place.arm))
+        experiments.observe_audit(assigned, diverged=True)
+        await look(experiments)
+        tally = await experiments._store.tally(key)
+        counts.append([sum(tally.count(arm, what) for arm in (0, 1)) for what in ("finished", "diverged")])
+    assert counts == [[1, 1], [2, 2], [2, 3]]
+
+
 async def test_profiles_of_the_settings_are_there_and_yield_to_live_ones() -> None:
     """Profiles of the file are in the store after the start; what was changed or deleted live stays so."""
     store = MemoryExperimentStore()
@@ -293,91 +311,6 @@ async def test_the_trace_keeps_how_it_went() -> None:
     points = (await experiments.trace("lookup")).points
     assert [point.num_samples for point in points] == [60, 120, 180, 240]
     assert points[-1].effects[0].adjusted != points[-1].effects[0].unadjusted
-
-
-@pytest.fixture
-async def pair(shared_redis: RedisServer) -> AsyncIterator[list[Experiments]]:
-    """Two fronts on one Redis."""
-    namespace = uuid.uuid4().hex
-    stores = [RedisExperimentStore(shared_redis.url, namespace=namespace) for _ in range(2)]
-    yield [front(store) for store in stores]
-    for store in stores:
-        await store.close()
-
-
-async def test_two_fronts_on_one_redis_are_one_service(pair: list[Experiments]) -> None:
-    """A change on one is known to the other after its next exchange; both assign alike and report the same numbers."""
-    one, two = pair
-    await one.put_profile("fast", NgramConfig(), make_default=True)
-    await one.create(definition())
-    await look(one, two)
-    assert two.default == NgramConfig()
-    same = [(a and a.arm, b and b.arm) for a, b in ((one.assign(facts(n)), two.assign(facts(n))) for n in range(100))]
-    assert all(a == b for a, b in same)
-    law = Law(1, (1.0, 0.7))
-    for part in range(10):
-        drive(pair[part % 2], law, 100, first=100 * part)
-    await look(one, two)
-    reports = [await each.report("lookup") for each in pair]
-    assert reports[0] == reports[1]
-    assert reports[0].num_samples == 1000
-    assert [each.book.experiments["lookup"].status for each in pair] == ["stopped", "stopped"]
-
-
-async def test_a_killed_front_loses_only_what_it_had_not_handed_over(pair: list[Experiments]) -> None:
-    """What was flushed before it died is in the report, what came after is not, and another front goes on."""
-    one, two = pair
-    await one.create(definition())
-    await look(one, two)
-    drive(one, Law(1), 200)
-    await one._share()
-    drive(one, Law(2), 50, first=200)  # and here it is killed
-    drive(two, Law(3), 100, first=250)
-    assert (await two.report("lookup")).num_samples == 300
-
-
-async def test_without_redis_requests_go_on(start_redis: Callable[..., RedisServer]) -> None:
-    """While the store is away assignments go on and outcomes gather; when it is back, empty, nothing is missing but
-    what was in its memory.
-    """
-    server = start_redis()
-    experiments = front(RedisExperimentStore(server.url, timeout_seconds=0.3))
-    await experiments.put_profile("fast", NgramConfig(), make_default=True)
-    await experiments.create(definition())
-    server.kill()
-    drive(experiments, Law(1), 100)
-    await look(experiments)
-    drive(experiments, Law(2), 100, first=100)
-    await look(experiments)
-    with pytest.raises(ApiError) as caught:
-        await experiments.put_profile("slow", NoSpeculation())
-    assert caught.value.status == 503
-    assert experiments.default == NgramConfig()
-    server.start()
-    await look(experiments)
-    await look(experiments)
-    assert (await experiments.report("lookup")).num_samples == 200
-    assert experiments.default == NgramConfig()
-    await experiments._store.close()
-
-
-async def test_running_shares_within_a_second(monkeypatch: pytest.MonkeyPatch, shared_redis: RedisServer) -> None:
-    """Two running fronts exchange without being told to, and what is left at the end is handed over."""
-    assert managers.FLUSH_SECONDS <= 1.0
-    monkeypatch.setattr(managers, "FLUSH_SECONDS", 0.02)
-    monkeypatch.setattr(managers, "EVALUATION_SECONDS", 0.05)
-    namespace = uuid.uuid4().hex
-    one, two = (front(RedisExperimentStore(shared_redis.url, namespace=namespace)) for _ in range(2))
-    async with two.running():
-        async with one.running():
-            await one.create(definition())
-            drive(one, Law(1, (1.0, 0.7)), 100)
-        async with asyncio.timeout(10):
-            while (await two.report("lookup")).num_samples < 100:
-                await asyncio.sleep(0.02)
-            drive(two, Law(2, (1.0, 0.7)), 1500, first=100)
-            while two.book.experiments["lookup"].status == "running":
-                await asyncio.sleep(0.02)
 
 
 async def test_an_evaluator_without_the_lead_does_nothing() -> None:

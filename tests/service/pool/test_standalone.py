@@ -91,6 +91,39 @@ async def test_fronts_find_engines_and_streams_outlive_them(
     await service.until_idle()
 
 
+async def test_what_engines_elsewhere_hold_is_told(
+    start_service: StartService, start_engine: StartEngine, pool: PoolSettings
+) -> None:
+    """/v1/cache and /v1/engines say of an engine that was found in the store how many blocks it holds."""
+    await start_engine()
+    service = await start_service(pool=pool)
+    assert (await service.post(TEXT, {"prompt": list(range(3, 83)), "max_tokens": 2}))[0] == 200
+    async with asyncio.timeout(30):
+        while [each["blocks_held"] for each in (await service.get("/v1/cache"))[1]["engines"]] != [5]:
+            await asyncio.sleep(0.05)
+    (engine,) = (await service.get("/v1/engines"))[1]["data"]
+    assert (engine["blocks_held"], engine["address"][:16]) == (5, "tcp://127.0.0.1:")
+
+
+async def test_an_engine_that_joins_is_warm(
+    start_service: StartService, start_engine: StartEngine, pool: PoolSettings
+) -> None:
+    """What was asked of the pool before is in an engine that comes later when it serves: nobody has asked it yet."""
+    first = await start_engine("--warm-seconds", "60")
+    service = await start_service(pool=msgspec.structs.replace(pool, warm_seconds=60.0))
+    shared = list(range(3, 83))
+    for number in range(3):
+        assert (await service.post(TEXT, {"prompt": [*shared, number], "max_tokens": 2}))[0] == 200
+    await service.front.popularity.flush()
+    assert await first.stop(signal.SIGTERM) == 0
+    second = await start_engine("--warm-seconds", "60")
+    assert '"prefixes": 1' in second.log()
+    await service.until(lambda: num_serving(service) == 1)
+    async with asyncio.timeout(30):
+        while [each["blocks_held"] for each in (await service.get("/v1/cache"))[1]["engines"]] != [5]:
+            await asyncio.sleep(0.05)
+
+
 async def test_a_worker_that_dies_is_restarted_beside_the_stream(
     start_service: StartService, start_engine: StartEngine, pool: PoolSettings
 ) -> None:
@@ -181,7 +214,7 @@ async def test_a_termination_drains(start_service: StartService, start_engine: S
     asking = asyncio.create_task(ask(service, body(6)))
     await service.until(lambda: num_running(service) == 1)
     engine.send(signal.SIGTERM)
-    assert (await asking)["usage"][1] == 96
+    assert (await asking)["usage"][1] == 186
     async with asyncio.timeout(20):
         assert await engine.process.wait() == 0
     store = RedisStore(pool.store, namespace=pool.namespace, timeout_seconds=2.0)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from cache_store.redis_store import RedisStore
 from service.pool.settings import PoolSettings
@@ -62,9 +63,20 @@ def pause(redis: RedisServer) -> None:
     redis.pause()
 
 
+def replace_by_an_older_one(redis: RedisServer) -> None:
+    """As Redis 6.0 is: it has the protocol, and not the command that look-ups need."""
+    redis.replace("--rename-command", "SMISMEMBER", "")
+
+
+def change_the_password(redis: RedisServer) -> None:
+    redis.replace(password="another")
+
+
 FAULTS: dict[Callable[[RedisServer], None], Callable[[RedisServer], None]] = {
     kill: lambda redis: redis.start(),
     pause: lambda redis: redis.resume(),
+    replace_by_an_older_one: lambda redis: redis.replace(),
+    change_the_password: lambda redis: redis.replace(),
 }
 
 
@@ -72,7 +84,7 @@ FAULTS: dict[Callable[[RedisServer], None], Callable[[RedisServer], None]] = {
 async def test_requests_are_served_without_redis(
     start_service: StartService, start_redis: Callable[..., RedisServer], fault: Callable[[RedisServer], None]
 ) -> None:
-    """Killed or paused: requests are served and a gauge tells; when it is back it knows what the engines hold."""
+    """Whatever becomes of it: requests are served and a gauge tells; when it is back it knows what the engines hold."""
     redis = start_redis()
     pool = settings(redis)
     service = await start_service(pool=pool)
@@ -81,6 +93,11 @@ async def test_requests_are_served_without_redis(
     fault(redis)
     assert all([await is_served(service) for _ in range(3)])
     await service.until(lambda: not service.front.store.health.is_up)
+    with capture_logs() as logs:
+        for _ in range(4):
+            await asyncio.sleep(0.5)
+            assert await is_served(service)
+    assert not [entry["event"] for entry in logs if "metadata store" in entry["event"]]
     assert "forerun_store_up 0.0" in (await service.get("/metrics"))[1]
     cache = (await service.get("/v1/cache"))[1]
     assert (cache["store"]["kind"], cache["store"]["is_up"], cache["hot_prefixes"]) == ("redis", False, [])
