@@ -38,9 +38,13 @@ def test_a_terminated_benchmark_stops_its_service(tmp_path: Path) -> None:
             time.sleep(0.05)
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(PATIENCE_SECONDS) == termination.EXIT_STATUS
-    while any(runs(pid) for pid in started):
-        assert time.monotonic() < deadline + PATIENCE_SECONDS
-        time.sleep(0.05)
+    try:
+        while any(runs(pid) for pid in started):
+            assert time.monotonic() < deadline + PATIENCE_SECONDS
+            time.sleep(0.05)
+    finally:
+        for pid in filter(runs, started):
+            os.kill(pid, signal.SIGKILL)
     assert not report.exists()
 
 
