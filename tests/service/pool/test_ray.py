@@ -24,10 +24,10 @@ from service.settings import Settings
 from speculation.settings import EngineSettings
 from tests.redis_server import RedisServer
 from tests.service.conftest import Service, StartService
+from tests.service.pool.standalone import SECRET
 from tests.service.pool.test_failover import ask, body, children
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
-SECRET = "correct horse"
 NODES = 3
 POOL = PoolSettings(ray="auto", store="redis://127.0.0.1:1/0", secret=SECRET)
 

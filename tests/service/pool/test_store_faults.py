@@ -18,12 +18,11 @@ from service.pool.settings import PoolSettings
 from speculation.messages import SamplingParams, Submit
 from tests.redis_server import RedisServer
 from tests.service.conftest import Service, StartService
-from tests.service.pool.standalone import Standalone
+from tests.service.pool.standalone import SECRET, Standalone
 from tests.service.pool.test_failover import TEXT
 
 StartEngine = Callable[[PoolSettings], Awaitable[Standalone]]
 PROMPT = list(range(3, 103))
-SECRET = "correct horse"
 
 
 def settings(redis: RedisServer, **changes: object) -> PoolSettings:
