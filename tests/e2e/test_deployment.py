@@ -339,8 +339,8 @@ def test_the_operations_page_names_what_there_is() -> None:
     page = (ROOT / "docs/operations.md").read_text()
     known = list(options())
     other = {"--profile", "--json", "--scale", "--help", "--disable-usage-stats"}
-    assert set(re.findall(r"`?(--[a-z][a-z-]+)", page)) - other <= {option.flag for option in known}
-    assert set(re.findall(r"FORERUN_[A-Z_]+", page)) <= {option.variable for option in known}
+    assert set(re.findall(r"`?(--[a-z][a-z0-9-]+)", page)) - other <= {option.flag for option in known}
+    assert set(re.findall(r"FORERUN_[A-Z0-9_]+", page)) <= {option.variable for option in known}
     assert set(re.findall(r"`(Forerun\w+)`", page)) == {rule["alert"] for rule in rules() if "alert" in rule}
     for path in re.findall(r"`(deploy/[\w./-]+|compose\.yaml)`", page):
         assert (ROOT / path).exists(), path
