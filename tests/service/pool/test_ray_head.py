@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,7 +11,7 @@ from structlog.testing import capture_logs
 
 from service.pool.settings import PoolSettings
 from tests.ray_node import RAY, RayNode
-from tests.redis_server import RedisServer
+from tests.redis_server import RedisServer, free_port
 from tests.service.conftest import StartService
 from tests.service.pool.standalone import SECRET
 from tests.service.pool.test_failover import ask, body
@@ -42,9 +41,7 @@ async def test_a_lost_head_costs_no_answer(
     start_service: StartService, start_node: StartNode, shared_redis: RedisServer
 ) -> None:
     """Without a head the engines that live go on; when there is another one at its address, they are placed again."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     head_flags = ["--head", f"--port={address.partition(':')[2]}", "--num-cpus=0", "--include-dashboard=false"]
     worker_flags = [f"--address={address}", "--num-cpus=1"]
     head = start_node(*head_flags)
