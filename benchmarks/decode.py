@@ -12,11 +12,9 @@ rotates from question to question, so that what else happens on the machine meet
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import secrets
 import shlex
-import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
@@ -28,6 +26,7 @@ from typing import Protocol
 import aiohttp
 import msgspec
 
+from benchmarks import termination
 from benchmarks.conversation import Prompter
 from benchmarks.forerun_service import ForerunMethod, running_service
 from benchmarks.machine import describe_machine
@@ -225,26 +224,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-async def _until_signalled(arguments: argparse.Namespace) -> Report:
-    """A terminated run stops its servers, too."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await run(arguments)
-
-
 def main() -> int:
     """Measure, print the table, write the report; 1 if some method changed an answer."""
     arguments = parse()
     if arguments.threads is not None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
     try:
-        report = asyncio.run(_until_signalled(arguments))
+        report = termination.run(run(arguments))
     except (ValueError, OSError, RuntimeError) as error:
         print(f"benchmarks.decode: {error}", file=sys.stderr)
-        return 2
-    except asyncio.CancelledError:
-        print("benchmarks.decode: terminated", file=sys.stderr)
         return 2
     print(table(report))
     if arguments.json is not None:

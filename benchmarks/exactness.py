@@ -25,6 +25,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
+from benchmarks import termination
 from benchmarks.conversation import Prompter
 from benchmarks.forerun_service import ForerunMethod, ForerunService, running_service
 from benchmarks.methods import Method, read_methods
@@ -185,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compare and print; 1 if an answer differs, 2 for bad input."""
     arguments = parse(argv)
     try:
-        found = asyncio.run(_run(arguments))
+        found = termination.run(_run(arguments))
     except (ValueError, OSError, RuntimeError) as error:
         print(f"benchmarks.exactness: {error}", file=sys.stderr)
         return 2

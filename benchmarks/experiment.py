@@ -25,6 +25,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from benchmarks import termination
 from benchmarks.machine import Machine, describe_machine
 from benchmarks.server_process import serving
 from service.experiments.assignment import Place
@@ -349,7 +350,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("flags", nargs="*", help="flags of the service, behind --")
     chosen = parser.parse_args(arguments)
-    result = asyncio.run(measure(chosen.samples, chosen.concurrency, chosen.seed, chosen.flags, print))
+    result = termination.run(measure(chosen.samples, chosen.concurrency, chosen.seed, chosen.flags, print))
     if chosen.json:
         chosen.json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
     return 0 if all(finding.is_right for finding in result.findings) else 1

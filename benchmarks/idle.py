@@ -13,10 +13,12 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from benchmarks import termination
 from benchmarks.forerun_service import serve_command
 from benchmarks.machine import Machine, describe_machine
 from benchmarks.server_process import cpu_seconds, serving
@@ -70,11 +72,12 @@ async def measure(flags: Sequence[str], seconds: float) -> IdleReport:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Every process that `pid` started, and theirs; from Linux's /proc."""
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            yield child
-            yield from descendants(child)
+    """Every process that `pid` started, and theirs; from Linux's /proc. Those that end meanwhile may be missing."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for task in list(Path(f"/proc/{pid}/task").iterdir()):
+            for child in map(int, (task / "children").read_text().split()):
+                yield child
+                yield from descendants(child)
 
 
 def memory_mb(pid: int) -> float:
@@ -96,7 +99,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the report there")
     arguments = parser.parse_args()
     try:
-        report = asyncio.run(measure(shlex.split(arguments.forerun_args), arguments.seconds))
+        report = termination.run(measure(shlex.split(arguments.forerun_args), arguments.seconds))
     except (OSError, RuntimeError) as error:
         print(f"benchmarks.idle: {error}", file=sys.stderr)
         return 2

@@ -12,7 +12,6 @@ The exit status is 1 if a method changed an answer or is slower than 0.97 of pla
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import random
 import secrets
@@ -27,6 +26,7 @@ from statistics import median
 import aiohttp
 import msgspec
 
+from benchmarks import termination
 from benchmarks.conversation import Prompter
 from benchmarks.forerun_service import ForerunMethod, ForerunService, running_service
 from benchmarks.machine import Machine, describe_machine
@@ -236,7 +236,7 @@ def main() -> int:
     """Measure, print, write."""
     arguments = parse()
     try:
-        report = asyncio.run(run(arguments))
+        report = termination.run(run(arguments))
     except (ValueError, OSError, RuntimeError) as error:
         print(f"benchmarks.never_slower: {error}", file=sys.stderr)
         return 2

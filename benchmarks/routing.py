@@ -21,6 +21,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
+from benchmarks import termination
 from benchmarks.event_stream import post
 from benchmarks.forerun_service import serve_command
 from benchmarks.load import Distribution
@@ -191,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     rules = list(dict.fromkeys(["round_robin", *arguments.rules, "least_ttft"]))
     workload = Workload(num_requests=arguments.requests)
-    report = asyncio.run(run(workload, rules, arguments.model))
+    report = termination.run(run(workload, rules, arguments.model))
     arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
     print(
         f"\nleast_ttft against round_robin: {report.hit_rate_ratio:.2f} times the hit rate, "

@@ -11,10 +11,8 @@ answers are exactly as long as it says. The run is bounded in requests and in ti
 from __future__ import annotations
 
 import argparse
-import asyncio
 import random
 import shlex
-import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -25,6 +23,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from benchmarks import termination
 from benchmarks.forerun_service import serve_command
 from benchmarks.load import Client, Distribution, LoadReport, replay
 from benchmarks.machine import Machine, describe_machine
@@ -170,24 +169,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-async def _until_signalled(arguments: argparse.Namespace) -> ServeReport:
-    """A terminated run stops its server, too."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await run(arguments)
-
-
 def main() -> int:
     """Replay, print the table, write the report; 1 if a request was not answered."""
     arguments = parse()
     try:
-        report = asyncio.run(_until_signalled(arguments))
+        report = termination.run(run(arguments))
     except (ValueError, OSError, RuntimeError) as error:
         print(f"benchmarks.serve: {error}", file=sys.stderr)
-        return 2
-    except asyncio.CancelledError:
-        print("benchmarks.serve: terminated", file=sys.stderr)
         return 2
     print(table(report.load))
     if arguments.json is not None:

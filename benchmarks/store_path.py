@@ -22,6 +22,7 @@ from statistics import median
 import aiohttp
 import msgspec
 
+from benchmarks import termination
 from benchmarks.event_stream import post
 from benchmarks.forerun_service import serve_command
 from benchmarks.machine import Machine, describe_machine
@@ -162,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=9, help="how often each store has its turn")
     parser.add_argument("--lookups", type=int, default=300, help="how many look-ups are timed")
     arguments = parser.parse_args(argv)
-    report = asyncio.run(run(arguments.rounds, arguments.lookups))
+    report = termination.run(run(arguments.rounds, arguments.lookups))
     arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
     for name, rates in report.tokens_per_second.items():
         print(f"{name:<13} {median(rates):7.1f} tokens/s at the median, {max(rates):7.1f} at best")

@@ -23,7 +23,12 @@ class GuardedStore:
 
     async def engines(self) -> list[EngineStatus] | None:
         """See `MetadataStore`; None if not known. Called at intervals, this is what notices that the store is back."""
-        return await self._ask(self._store.engines, None) if self._health.may_try else None
+        if not self._health.may_try:
+            return None
+        found = await self._ask(self._store.engines, None)
+        if found is not None:
+            self._health.succeeded()
+        return found
 
     async def lookup(self, hashes: Sequence[bytes], engine_ids: Sequence[str]) -> dict[str, int] | None:
         """See `MetadataStore`; None if not known."""
@@ -40,9 +45,7 @@ class GuardedStore:
 
     async def _ask(self, question: Callable[[], Awaitable[_T]], otherwise: _T) -> _T:
         try:
-            answer = await question()
+            return await question()
         except StoreUnavailable as error:
             self._health.failed(error)
             return otherwise
-        self._health.succeeded()
-        return answer

@@ -30,15 +30,17 @@ local clock = redis.call('TIME')
 local now = tonumber(clock[1]) + tonumber(clock[2]) / 1000000
 """
 
-# A server that is too old for look-ups is of no use at all, and not of use now and then: what is asked of it at
-# intervals fails there, too. The last key is that of a set, or of nothing.
-ONLY_6_2 = """
+# A server that is too old for look-ups, or takes no writes (it is full, or a replica), is of no use at all, and not of
+# use now and then: what is asked of it at intervals fails there, too. The last key is nobody's: the second command is
+# refused where writes are, and elsewhere changes nothing.
+ONLY_OF_USE = """
 redis.call('SMISMEMBER', KEYS[#KEYS], '')
+redis.call('SETRANGE', KEYS[#KEYS], 0, '')
 """
 
 # Keys: engines, heard, blocks, sequence, nobody's blocks. Arguments: engine id, instance, status, time to live in ms.
 ANNOUNCE = (
-    ONLY_6_2
+    ONLY_OF_USE
     + NOW
     + """
 local ttl = tonumber(ARGV[4])
@@ -63,7 +65,7 @@ return false
 
 # Keys: engines, heard, nobody's blocks. Arguments: time to live in ms. Statuses of the engines heard of in it, by id.
 ENGINES = (
-    ONLY_6_2
+    ONLY_OF_USE
     + NOW
     + """
 local ids = redis.call('ZRANGEBYSCORE', KEYS[2], string.format('%.6f', now - tonumber(ARGV[1]) / 1000), '+inf')

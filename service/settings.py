@@ -22,6 +22,8 @@ from speculation.messages import SpeculationConfig
 from speculation.settings import EngineSettings, PositiveInt
 
 PREFIX = "FORERUN_"
+NONE = "none"
+"""Turns off, in a flag, a variable or the file, what may be absent."""
 Seconds = Annotated[float, Meta(gt=0.0)]
 
 
@@ -103,6 +105,7 @@ class Option(msgspec.Struct, frozen=True):
     name: str
     default: object
     description: str
+    may_be_none: bool
 
     @property
     def flag(self) -> str:
@@ -114,6 +117,8 @@ class Option(msgspec.Struct, frozen=True):
 
     def parse(self, text: str, source: str) -> object:
         """The value that `text` stands for. Raises `SettingsError` that names `source`."""
+        if self.may_be_none and text == NONE:
+            return None
         value: object = text
         if self.name == "speculation":
             value = _speculation(text, source)
@@ -121,7 +126,8 @@ class Option(msgspec.Struct, frozen=True):
         try:
             parsed = msgspec.convert(tree, Settings, strict=False)
         except msgspec.ValidationError as error:
-            raise SettingsError(f"{source}: {explain(str(error), tree, Settings)}") from error
+            otherwise = f', or "{NONE}"' if self.may_be_none else ""
+            raise SettingsError(f"{source}: {explain(str(error), tree, Settings)}{otherwise}") from error
         return getattr(getattr(parsed, self.section), self.name)
 
 
@@ -131,8 +137,10 @@ def options() -> Iterator[Option]:
         if isinstance(section.default, msgspec.Struct):
             hints = typing.get_type_hints(type(section.default), include_extras=True)
             for field in msgspec.structs.fields(type(section.default)):
-                described = [meta.description for meta in hints[field.name].__metadata__ if meta.description]
-                yield Option(section.name, field.name, field.default, described[0])
+                hint = hints[field.name]
+                described = [meta.description for meta in hint.__metadata__ if meta.description]
+                may_be_none = type(None) in typing.get_args(hint.__origin__)
+                yield Option(section.name, field.name, field.default, described[0], may_be_none)
 
 
 def load_settings(
@@ -171,6 +179,18 @@ def _read_file(path: Path) -> dict[str, Any]:
         tree = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise SettingsError(f"settings file {path}: {error}") from error
+    _check_names(tree, path)
+    for option in options():
+        if option.may_be_none and tree.get(option.section, {}).get(option.name) == NONE:
+            tree[option.section][option.name] = None
+    if isinstance(method := tree.get("engine", {}).get("speculation"), str):
+        tree["engine"]["speculation"] = _speculation(method, f"{path}: engine.speculation")
+    for name, profile in tree.get("profiles", {}).items():
+        _check_profile(name, profile, path)
+    return tree
+
+
+def _check_names(tree: dict[str, Any], path: Path) -> None:
     sections: dict[str, set[str]] = {}
     for option in options():
         sections.setdefault(option.section, set()).add(option.name)
@@ -184,18 +204,17 @@ def _read_file(path: Path) -> dict[str, Any]:
         for key in table if section != "profiles" else ():
             if key not in sections[section]:
                 raise SettingsError(f"{path}: {section}.{key} is not a setting; {did_you_mean(key, sections[section])}")
-    if isinstance(method := tree.get("engine", {}).get("speculation"), str):
-        tree["engine"]["speculation"] = _speculation(method, f"{path}: engine.speculation")
-    for name, profile in tree.get("profiles", {}).items():
-        named = {"speculation": profile}
-        try:
-            check_profile_name(name)
-            msgspec.convert(named, EngineSettings)
-        except msgspec.ValidationError as error:
-            raise SettingsError(f"{path}: profiles.{name}: {explain(str(error), named, EngineSettings)}") from error
-        except ApiError as error:
-            raise SettingsError(f"{path}: [profiles.{name}]: {error}") from error
-    return tree
+
+
+def _check_profile(name: str, profile: object, path: Path) -> None:
+    named = {"speculation": profile}
+    try:
+        check_profile_name(name)
+        msgspec.convert(named, EngineSettings)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{path}: profiles.{name}: {explain(str(error), named, EngineSettings)}") from error
+    except ApiError as error:
+        raise SettingsError(f"{path}: [profiles.{name}]: {error}") from error
 
 
 def _speculation(text: str, source: str) -> object:
@@ -212,7 +231,8 @@ def _parse_flags(arguments: Sequence[str], known: Sequence[Option], program: str
     parser = argparse.ArgumentParser(
         prog=program,
         description="Serve a model over REST and WebSocket.",
-        epilog=f"Each flag is also a variable, {PREFIX}PORT for --port, and a line of the settings file.",
+        epilog=f"Each flag is also a variable, {PREFIX}PORT for --port, and a line of the settings file. "
+        f'"{NONE}" turns off whatever need not be there: --eagle3 {NONE}.',
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
@@ -220,7 +240,7 @@ def _parse_flags(arguments: Sequence[str], known: Sequence[Option], program: str
     groups = {option.section: parser.add_argument_group(f"[{option.section}]") for option in known}
     for option in known:
         shown = option.default if isinstance(option.default, str) else msgspec.json.encode(option.default).decode()
-        text = f"{option.description} (default: {'none' if option.default is None else shown})".replace("%", "%%")
+        text = f"{option.description} (default: {NONE if option.default is None else shown})".replace("%", "%%")
         add = groups[option.section].add_argument
         if isinstance(option.default, bool):
             add(option.flag, help=text, action="store_const", const="true")

@@ -10,6 +10,8 @@ from msgspec import Meta
 from draft.config import AutoConfig, SpeculationConfig
 
 PositiveInt = Annotated[int, Meta(ge=1)]
+PathText = Annotated[str, Meta(min_length=1)]
+"""Empty would be the current folder, which nobody means."""
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,15 +22,18 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(description='the target: a Hugging Face folder, a .gguf file, or "embedded" for SmolLM2-135M-Instruct'),
     ] = "embedded"
     draft_model: Annotated[
-        str | None,
+        PathText | None,
         Meta(
             description="folder or .gguf file of a small model with the target's tokenizer, which enables draft_model; "
             '"auto" is the one that comes with forerun for the embedded model'
         ),
     ] = None
     eagle3: Annotated[
-        str | None,
-        Meta(description='folder of an EAGLE-3 head; "auto" is the one that comes with forerun for the embedded model'),
+        PathText | None,
+        Meta(
+            description='folder of an EAGLE-3 head; "auto" is the one that comes with forerun for the embedded model, '
+            '"none" is no head'
+        ),
     ] = "auto"
     eagle3_shift_layers: Annotated[
         int,
@@ -38,7 +43,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             description="added to the target layers that an EAGLE-3 head says it reads: some count them differently",
         ),
     ] = 0
-    medusa: Annotated[str | None, Meta(description="folder of Medusa heads for the target; enables medusa")] = None
+    medusa: Annotated[PathText | None, Meta(description="folder of Medusa heads for the target; enables medusa")] = None
     cache_dir: Annotated[
         str, Meta(description="where converted models are kept, so that the second start is quick")
     ] = "~/.cache/forerun"

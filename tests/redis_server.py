@@ -44,7 +44,7 @@ class RedisServer:
         self._options = options
         self._password = password
         self._process: subprocess.Popen[bytes] | None = None
-        self._port = _free_port()
+        self._port = free_port()
         self.start()
 
     @property
@@ -135,7 +135,8 @@ def _packed(*words: str) -> bytes:
     return b"*%d\r\n" % len(encoded) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in encoded)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody has now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

@@ -82,7 +82,8 @@ class Experiments:
         self._keeper = BookKeeper(store, initial_profiles or {}, clock())
         self._ledger = Ledger(store)
         self._evaluator = Evaluator(store, self._keeper.change, clock)
-        self._is_away = False
+        self._failing: set[str] = set()
+        """Which exchanges with the store failed last: one that reads may go well where one that writes does not."""
 
     # What the front calls for each request.
 
@@ -252,28 +253,31 @@ class Experiments:
             await self._keeper.keep_up()
             await self._flush()
         except StoreUnavailable as error:
-            self._note_away(str(error))
+            self._note("share", str(error))
         else:
-            self._note_away("")
+            self._note("share")
 
     async def _evaluate(self) -> None:
         """A look at what all fronts have seen, if this one leads."""
         try:
             await self._evaluator.evaluate(self.book, self._ledger.front)
         except StoreUnavailable as error:
-            self._note_away(str(error))
+            self._note("evaluate", str(error))
         except ApiError as error:
             # Somebody changed what was to be concluded from; the next look sees it as it is then.
             _log.info("experiment_conclusion_postponed", reason=str(error))
+        else:
+            self._note("evaluate")
 
     async def _flush(self) -> None:
         await self._ledger.flush({key for experiment in self.book.experiments.values() for key in experiment.keys})
 
-    def _note_away(self, reason: str) -> None:
+    def _note(self, exchange: str, failure: str = "") -> None:
         """Say once that the store went, and once that it came back."""
-        if bool(reason) != self._is_away:
-            self._is_away = bool(reason)
-            _log.warning("experiment_store_away" if reason else "experiment_store_back", reason=reason)
+        was_away = bool(self._failing)
+        (self._failing.add if failure else self._failing.discard)(exchange)
+        if bool(self._failing) != was_away:
+            _log.warning("experiment_store_back" if was_away else "experiment_store_away", reason=failure)
 
     def _warnings(self, definition: Definition) -> list[str]:
         served = self.served

@@ -21,6 +21,8 @@ from service.settings import Settings
 
 PATIENCE_SECONDS = 5.0
 """What engines may take to be placed before the front is told that they wait."""
+WATCH_SECONDS = 2.0
+"""Between two looks at whether the cluster still knows of the engines."""
 LEAVE_SECONDS = 20.0
 """What taking them down may take."""
 
@@ -120,6 +122,20 @@ class RayDriver:
         ]
         self._await_all([each.node.remote() for each in self._actors], bundle)
 
+    def watch(self) -> None:
+        """Wait until it is over. Where the cluster has no head, Ray waits for one, and ends this process in the end.
+
+        Raises ValueError if there is a head that knows nothing of the engines: another one, or the same with nothing in
+        its memory. Ray itself would go on with it, and never place them again.
+        """
+        from ray.util import get_placement_group
+
+        while not self._over.wait(WATCH_SECONDS):
+            try:
+                get_placement_group(self._name)
+            except ValueError as error:
+                raise ValueError("the cluster has another head, which knows nothing of the engines") from error
+
     def leave(self) -> None:
         """Take the engines down, unless they are to be kept."""
         import ray
@@ -206,10 +222,10 @@ def main() -> int:
     try:
         driver.connect()
         driver.place()
+        driver.watch()
     except ValueError as error:
         say(Failed(str(error)))
         return 1
-    over.wait()
     driver.leave()
     return 0
 

@@ -54,11 +54,13 @@ class RayEngines:
         self._connect_seconds = connect_seconds
         self._address = pool.ray
         self._has_placed = False
+        self._is_lost = False
+        """Since the cluster was found last."""
+        self._pause = FIRST_PAUSE_SECONDS
         self._log = structlog.get_logger("forerun.ray")
 
     async def run(self) -> None:
         """Keep the engines placed until cancelled. Raises ValueError if that never succeeds."""
-        pause = FIRST_PAUSE_SECONDS
         while True:
             try:
                 async with self._driver() as driver:
@@ -66,9 +68,9 @@ class RayEngines:
             except RayLostError as lost:
                 if not self._has_placed:
                     raise ValueError(str(lost)) from lost
-                self._log.error("the Ray cluster is lost", reason=str(lost), retry_in_seconds=pause)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                self._note_lost(str(lost))
+            await asyncio.sleep(self._pause)
+            self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
 
     async def _follow(self, driver: asyncio.subprocess.Process) -> None:
         """Pass on what the driver says; always raises `RayLostError` in the end."""
@@ -92,6 +94,7 @@ class RayEngines:
     def _note(self, message: Message) -> None:
         match message:
             case Connected():
+                self._is_lost = False
                 self._log.info("Ray cluster found", address=self._address)
             case Waiting(num_placed, each_needs, cluster_has):
                 self._log.warning(
@@ -102,9 +105,20 @@ class RayEngines:
                 )
             case Placed(nodes):
                 self._has_placed = True
+                self._pause = FIRST_PAUSE_SECONDS
                 self._log.info("engines placed by Ray", nodes=nodes)
             case Failed(reason):
                 raise RayLostError(reason)
+
+    def _note_lost(self, reason: str) -> None:
+        """Say it once, however long the cluster is sought."""
+        if not self._is_lost:
+            self._log.warning(
+                "the Ray cluster is lost; engines are placed again when one answers at its address",
+                address=self._address,
+                reason=reason,
+            )
+        self._is_lost = True
 
     @asynccontextmanager
     async def _driver(self) -> AsyncIterator[asyncio.subprocess.Process]:

@@ -133,6 +133,22 @@ async def test_a_server_out_of_memory_is_unavailable(start_redis: StartRedis, op
     assert server.command("DBSIZE") == ":0"
 
 
+async def test_a_server_that_takes_no_writes_is_of_no_use(start_redis: StartRedis, open_store: OpenStore) -> None:
+    """With its memory full, or as a replica, it is an outage to what is asked at intervals; asking leaves nothing."""
+    server = start_redis()
+    store = open_store(server.url)
+    assert await store.engines() == []
+    assert server.command("DBSIZE") == ":0"
+    server.command("CONFIG", "SET", "maxmemory", "1")
+    with pytest.raises(StoreUnavailable, match="maxmemory"):
+        await store.engines()
+    server.command("CONFIG", "SET", "maxmemory", "0")
+    assert await store.engines() == []
+    server.command("REPLICAOF", "127.0.0.1", "1")
+    with pytest.raises(StoreUnavailable, match=r"(?i)read.?only"):
+        await store.engines()
+
+
 async def test_foreign_data_in_the_namespace_is_unavailable(start_redis: StartRedis, open_store: OpenStore) -> None:
     """Keys of another type, or values that are not ours, are an outage and not an exception of some library."""
     server = start_redis()
@@ -303,7 +319,7 @@ async def test_a_store_known_to_be_down_is_not_asked_by_requests(
     assert health.num_failures == 1
 
 
-@pytest.mark.parametrize("trouble", ["kill", "flush", "pause", "expire", "evict"])
+@pytest.mark.parametrize("trouble", ["kill", "flush", "pause", "expire", "evict", "fill"])
 async def test_the_picture_is_true_again_after_an_outage(
     start_redis: StartRedis, open_store: OpenStore, trouble: str
 ) -> None:
@@ -324,6 +340,9 @@ async def test_the_picture_is_true_again_after_an_outage(
     elif trouble == "pause":
         server.pause()
         await until(lambda: not health.is_up)
+    elif trouble == "fill":
+        server.command("CONFIG", "SET", "maxmemory", "1")
+        await until(lambda: not health.is_up)
     elif trouble == "flush":
         server.flush()
     elif trouble == "expire":
@@ -336,6 +355,8 @@ async def test_the_picture_is_true_again_after_an_outage(
         server.start()
     elif trouble == "pause":
         server.resume()
+    elif trouble == "fill":
+        server.command("CONFIG", "SET", "maxmemory", "0")
     expected = {*HASHES[:3], *HASHES[4:14]}
     while {h for h in HASHES if await observer.lookup([h], ["a"]) == {"a": 1}} != expected:
         await asyncio.sleep(0.01)

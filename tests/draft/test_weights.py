@@ -71,3 +71,10 @@ def test_their_guesses_are_accepted() -> None:
         while engine.has_work:
             accepted += [output.metrics.num_accepted_tokens for output in engine.step() if output.metrics is not None]
         assert accepted[0] > 0
+
+
+@pytest.mark.usefixtures("fetched")
+def test_the_head_can_be_left_out() -> None:
+    """Told to be without a head, the embedded model is served without one."""
+    _, ready = assemble(EngineSettings(eagle3=None, cache_dir=str(default_cache_dir()), num_blocks=64))
+    assert "eagle3" not in ready.methods

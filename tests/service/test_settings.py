@@ -33,6 +33,18 @@ def test_the_later_source_wins(tmp_path: Path) -> None:
     assert load_settings([], {"FORERUN_CONFIG": str(file)}).server.port == 1
 
 
+def test_none_turns_off_what_may_be_absent(tmp_path: Path) -> None:
+    """In the file, a variable or a flag "none" is no head and no limit, whatever an earlier source said."""
+    file = tmp_path / "forerun.toml"
+    file.write_text('[engine]\neagle3 = "none"\nmedusa = "heads"\nnum_threads = 2\n')
+    assert load_settings(["--config", str(file)], {}).engine.eagle3 is None
+    assert load_settings([], {"FORERUN_EAGLE3": "none"}).engine.eagle3 is None
+    assert load_settings(["--eagle3", "none"], {"FORERUN_EAGLE3": "a folder"}).engine.eagle3 is None
+    assert load_settings(["--config", str(file), "--eagle3", "auto"], {}).engine.eagle3 == "auto"
+    engine = load_settings(["--config", str(file), "--num-threads", "none"], {"FORERUN_MEDUSA": "none"}).engine
+    assert (engine.medusa, engine.num_threads) == (None, None)
+
+
 def test_profiles_and_speculation_are_configs(tmp_path: Path) -> None:
     """A speculation config is a table, JSON or a method's name, and the file can name several as profiles."""
     file = tmp_path / "forerun.toml"
@@ -56,6 +68,11 @@ def test_profiles_and_speculation_are_configs(tmp_path: Path) -> None:
         ([], {"FORERUN_PORT": "many"}, 'FORERUN_PORT: server.port is "many": it must be an integer'),
         (["--stall-seconds", "nan"], {}, "--stall-seconds: server.stall_seconds"),
         (["--num-blocks", "1"], {}, "it must be an integer >= 2"),
+        (["--num-threads", "0"], {}, 'it must be an integer >= 1, or "none"'),
+        (["--eagle3", ""], {}, '--eagle3: engine.eagle3 is "": it must be a string of length >= 1, or "none"'),
+        ([], {"FORERUN_MEDUSA": ""}, 'FORERUN_MEDUSA: engine.medusa is ""'),
+        (["--draft-model", ""], {}, "engine.draft_model"),
+        (["--port", "none"], {}, "it must be an integer"),
         (["--dtype", "int3"], {}, "known are 'auto'"),
         (["--device", "gpu"], {}, "engine.device"),
         (["--speculation", "magic"], {}, "known are 'none', 'ngram'"),
@@ -79,6 +96,7 @@ def test_a_wrong_setting_is_named(arguments: list[str], environment: dict[str, s
         ('[profiles.fast]\nmethod = "magic"\n', "known are 'none'"),
         ('[profiles.ngram]\nmethod = "none"\n', "is a method"),
         ('[profiles."<b>"]\nmethod = "none"\n', "letters, digits"),
+        ('[engine]\neagle3 = ""\n', 'engine.eagle3 is ""'),
         ("[server\n", "forerun.toml"),
     ],
 )

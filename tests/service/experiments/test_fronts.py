@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+from structlog.testing import capture_logs
 
 from service.errors import ApiError
 from service.experiments import manager as managers
@@ -81,6 +82,26 @@ async def test_without_redis_requests_go_on(start_redis: Callable[..., RedisServ
     await look(experiments)
     assert (await experiments.report("lookup")).num_samples == 200
     assert experiments.default == NgramConfig()
+    await experiments._store.close()
+
+
+async def test_a_full_redis_is_one_outage(start_redis: Callable[..., RedisServer]) -> None:
+    """What is only read still comes, and yet it is away until it takes writes again; then nothing is missing."""
+    server = start_redis()
+    experiments = front(RedisExperimentStore(server.url, timeout_seconds=5.0))
+    await experiments.create(definition())
+    await look(experiments)
+    with capture_logs() as logs:
+        server.command("CONFIG", "SET", "maxmemory", "1")
+        for _ in range(3):
+            await look(experiments)
+        drive(experiments, Law(1), 100)
+        for _ in range(3):
+            await look(experiments)
+        server.command("CONFIG", "SET", "maxmemory", "0")
+        await look(experiments)
+    assert [entry["event"] for entry in logs] == ["experiment_store_away", "experiment_store_back"]
+    assert (await experiments.report("lookup")).num_samples == 100
     await experiments._store.close()
 
 

@@ -1,9 +1,12 @@
-"""Engines that only listen, and a pool of them on a clock that stands still."""
+"""Engines that only listen, in a pool on a clock that stands still; and engines of their own, in a real Redis."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +19,7 @@ from service.pool.engine_pool import EnginePool
 from service.pool.member import Member
 from service.pool.prefixes import Prefixes
 from service.pool.routing import RoundRobin, Routing
+from service.pool.settings import PoolSettings
 from speculation.messages import (
     Command,
     Ready,
@@ -26,6 +30,8 @@ from speculation.messages import (
     Submit,
     TokenLogprob,
 )
+from tests.redis_server import RedisServer
+from tests.service.pool.standalone import SECRET, Standalone, StartEngine
 
 READY = Ready(
     model_fingerprint="f",
@@ -146,3 +152,35 @@ def two() -> Pool:
 def three() -> Pool:
     """A pool of three engines, which take turns."""
     return make_pool(3)
+
+
+@pytest.fixture
+def pool(shared_redis: RedisServer) -> PoolSettings:
+    """The settings of a front without engines, in a namespace of its own."""
+    return PoolSettings(
+        engines=0,
+        store=shared_redis.url,
+        namespace=secrets.token_hex(8),
+        store_timeout=2.0,
+        silence_seconds=1.5,
+        secret=SECRET,
+    )
+
+
+@pytest.fixture
+async def start_engine(model_folder: Path, tmp_path: Path, pool: PoolSettings) -> AsyncIterator[StartEngine]:
+    """Starts stand-alone engines; what is left of them at the end is killed."""
+    engines: list[Standalone] = []
+
+    async def start(*flags: str, **options: Any) -> Standalone:
+        settings = ["--store", pool.store, "--namespace", pool.namespace, "--store-timeout", "2"]
+        settings += ["--max-model-len", "10000"]
+        environment = {"FORERUN_SECRET": SECRET, **options.pop("environment", {})}
+        log = tmp_path / f"engine-{len(engines)}.log"
+        engine = await Standalone.start(model_folder, log, *settings, *flags, environment=environment, **options)
+        engines.append(engine)
+        return engine
+
+    yield start
+    for engine in engines:
+        await engine.stop()

@@ -1,4 +1,4 @@
-"""Stand-alone scripted engines as processes of their own."""
+"""Stand-alone scripted engines as processes of their own, and what their fronts know of them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
+from tests.service.conftest import Service
+
 START_SECONDS = 60.0
+SECRET = "correct horse"
 
 
 class Standalone:
@@ -89,3 +92,12 @@ class Standalone:
         if transport is not None:
             transport.close()
         return status
+
+
+StartEngine = Callable[..., Awaitable[Standalone]]
+
+
+def num_running(service: Service) -> int:
+    """How many sequences run in all engines, as a front knows it."""
+    stats = service.front.metrics.engine.stats
+    return stats.num_running if stats is not None else 0

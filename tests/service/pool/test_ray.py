@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import yaml
 from structlog.testing import capture_logs
 
 from service.pool.ray_engines import RayEngines
@@ -24,10 +23,10 @@ from service.settings import Settings
 from speculation.settings import EngineSettings
 from tests.redis_server import RedisServer
 from tests.service.conftest import Service, StartService
+from tests.service.pool.standalone import SECRET
 from tests.service.pool.test_failover import ask, body, children
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
-SECRET = "correct horse"
 NODES = 3
 POOL = PoolSettings(ray="auto", store="redis://127.0.0.1:1/0", secret=SECRET)
 
@@ -231,31 +230,3 @@ async def test_without_room_the_front_waits_and_can_be_ended(
     assert waits[0]["cluster_has"] == {"CPU": NODES, "GPU": 0}
     await service.app.cleanup()
     assert children() == before
-
-
-@pytest.mark.slow
-async def test_what_compose_asks_of_ray_is_understood(cluster: Any) -> None:
-    """Every `ray` command of compose.yaml parses, starts no dashboard and reports no usage; the health check works."""
-    from ray.scripts.scripts import cli, start
-
-    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
-    head = services["front-ray"]["command"][0].partition("&&")[0].split()
-    worker = ["ray", *services["ray-worker"]["command"]]
-    for words in (head, worker):
-        assert words[:2] == ["ray", "start"]
-        parameters = start.make_context("start", words[2:]).params
-        assert parameters["disable_usage_stats"]
-        assert parameters["include_dashboard"] is False or not parameters["head"]
-    _, program, *check = services["ray-worker"]["healthcheck"]["test"]
-    assert program == "ray"
-    cli.make_context("ray", list(check))
-    address = [word.replace("front-ray:6379", cluster.address) for word in check]
-    assert address != check
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "ray.scripts.scripts"),
-        *address,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    output, _ = await process.communicate()
-    assert process.returncode == 0, output.decode()

@@ -1,4 +1,4 @@
-"""A Redis that is killed, paused, emptied, too old or locked costs a hint, never an answer, and recovers."""
+"""A Redis that is killed, paused, emptied, too old, locked or full costs a hint, never an answer, and recovers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from service.pool.settings import PoolSettings
 from speculation.messages import SamplingParams, Submit
 from tests.redis_server import RedisServer
 from tests.service.conftest import Service, StartService
-from tests.service.pool.standalone import Standalone
+from tests.service.pool.standalone import SECRET, Standalone
 from tests.service.pool.test_failover import TEXT
 
 StartEngine = Callable[[PoolSettings], Awaitable[Standalone]]
 PROMPT = list(range(3, 103))
-SECRET = "correct horse"
 
 
 def settings(redis: RedisServer, **changes: object) -> PoolSettings:
@@ -72,11 +71,17 @@ def change_the_password(redis: RedisServer) -> None:
     redis.replace(password="another")
 
 
-FAULTS: dict[Callable[[RedisServer], None], Callable[[RedisServer], None]] = {
+def fill_the_memory(redis: RedisServer) -> None:
+    """It evicts nothing, and so goes on to answer what is only read."""
+    redis.command("CONFIG", "SET", "maxmemory", "1")
+
+
+FAULTS: dict[Callable[[RedisServer], None], Callable[[RedisServer], object]] = {
     kill: lambda redis: redis.start(),
     pause: lambda redis: redis.resume(),
     replace_by_an_older_one: lambda redis: redis.replace(),
     change_the_password: lambda redis: redis.replace(),
+    fill_the_memory: lambda redis: redis.command("CONFIG", "SET", "maxmemory", "0"),
 }
 
 
@@ -201,3 +206,30 @@ async def test_connected_engines_serve_on_without_redis(
     later = await start_service(pool=pool)
     await later.until(lambda: len(later.front.client.serving) == 2)
     assert await is_served(later)
+
+
+async def test_a_full_redis_is_one_outage(
+    start_service: StartService, start_redis: Callable[..., RedisServer], engine_of: StartEngine
+) -> None:
+    """A front that hardly writes reads what is left in a full Redis: it warns once all the same, and is back once."""
+    redis = start_redis()
+    pool = settings(redis, engines=0, store_timeout=2.0)
+    await engine_of(pool)
+    service = await start_service(pool=pool)
+    assert await is_served(service)
+    await until_known(service, pool, redis)
+    with capture_logs() as logs:
+        fill_the_memory(redis)
+        for _ in range(20):
+            assert await is_served(service)  # each is a use of a prefix, to be recorded
+            await asyncio.sleep(0.3)
+        assert not service.front.store.health.is_up
+        assert "forerun_store_up 0.0" in (await service.get("/metrics"))[1]
+        FAULTS[fill_the_memory](redis)
+        await service.until(lambda: service.front.store.health.is_up)
+        await until_known(service, pool, redis)
+    assert [(entry["log_level"], entry["event"]) for entry in logs if "metadata store" in entry["event"]] == [
+        ("warning", "metadata store is unavailable; serving without it"),
+        ("info", "metadata store is back"),
+    ]
+    assert "maxmemory" in next(entry["error"] for entry in logs if "metadata store" in entry["event"])
