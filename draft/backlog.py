@@ -75,6 +75,11 @@ class Backlog:
         """The rows that are not fused yet; to be answered by `set_fused`."""
         return self._raw[: self._num_raw] if self._raw is not None and self._num_raw else None
 
+    @property
+    def fused_end(self) -> int:
+        """Where the rows begin that are not fused yet."""
+        return self.end - self._num_raw
+
     def set_fused(self, rows: torch.Tensor) -> None:
         """What became of `raw`."""
         self._fused.append(rows)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from draft.eagle3_head import Eagle3Architecture, Eagle3Weights
+from draft.eagle3_head import ChainWish, Eagle3Architecture, Eagle3Weights, Level
 from target.batch import ForwardBatch
 from target.embedded import default_cache_dir
 from target.native.attention_tiles import TILE, mix_kernel, mix_width, queries_at_once, score_kernel, tiles_at_once
@@ -20,6 +21,7 @@ from target.native.isa import native_supported, supported_isas
 from target.native.kv_pool import NativeKVPool
 from target.native.memory import Arena, address_of, aligned_size
 from target.native.packing import interleave_gate_up, pack
+from target.native.pair_guesses import GuessRecord
 from target.native.pair_step import PairRecord, run_pairs
 from target.native.records import BatchRecord, LayerRecord, ModelRecord, as_array
 from target.native.runner import SPIN_TICKS, StagedBatch
@@ -66,9 +68,11 @@ class NativeEagle3Head:
         layer = config.layer
         self.config = config
         self.device = torch.device("cpu")
-        self.target_ids = weights.target_ids
+        self.target_ids = weights.target_ids.contiguous()
         self.kv_pool = NativeKVPool(layer, num_blocks=num_blocks, block_size=block_size)
-        self._embed = weights.embed
+        self._embed = weights.embed.contiguous()
+        if weights.embed.dtype not in {torch.float32, torch.bfloat16}:
+            self._embed = self._embed.float()
         self._norm = weights.norm.float()
         self._isa = supported_isas()[-1]
         self._num_threads = num_threads
@@ -86,12 +90,13 @@ class NativeEagle3Head:
         empty = BatchRecord(**(dict.fromkeys(BatchRecord._fields, 0) | self._workspace.fields))
         self._batch = as_array(empty)
         self._pair = as_array(self._pair_record())
+        self._guess = as_array(self._guess_record())
         with kept_in(cache_dir or default_cache_dir(), run_pairs) as compiled_before:
             if not compiled_before:
                 progress("compiling the native head for this processor; this happens once")
             self._run()
         self._model["num_threads"] = num_threads
-        arguments = (self._model, self._layer, self._batch, self._pair)
+        arguments = (self._model, self._layer, self._batch, self._pair, self._guess)
         self._workers = Workers(run_pairs, self._control, arguments, num_threads)
 
     def close(self) -> None:
@@ -100,33 +105,50 @@ class NativeEagle3Head:
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
         """See `PairHead.fuse`."""
-        features = np.array(states.detach().cpu().float().numpy(), order="C")
-        fused = torch.empty(len(features), self.config.layer.hidden_size)
-        stride = features.shape[1] // GROUP * ROW_BYTES[Q8]
-        room = np.empty(stride * len(features) + 64, np.uint8)
+        fusing = _Fusing(states, self.config.layer.hidden_size)
         self._batch["num_rows"] = 0
-        self._pair[0] = self._pair_record(
-            num_fused=len(features),
-            features=address_of(features),
-            fused=fused.data_ptr(),
-            fused_rows=_aligned(room),
-            fused_stride=stride,
-        )
+        self._pair[0] = self._pair_record(**fusing.fields)
         self._run()
-        return fused
+        return fusing.fused
 
     def forward(self, batch: ForwardBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `PairHead.forward`."""
+        outputs = hidden.detach().to(torch.float32, copy=True).contiguous()
+        logits, _, joined = self._stage(batch, outputs)
+        self._pair[0] = self._pair_record(**joined.fields)
+        self._run()
+        wanted = outputs[torch.from_numpy(batch.logit_rows)]
+        if self.config.norm_output:
+            layer = self.config.layer
+            wanted = functional.rms_norm(wanted, (layer.hidden_size,), self._norm, layer.rms_norm_eps)
+        return logits[:, : self._num_draft], wanted
+
+    def guess(
+        self,
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        features: torch.Tensor,
+        sources: npt.NDArray[np.int64],
+        wishes: Sequence[ChainWish],
+        width: int,
+    ) -> tuple[torch.Tensor, list[list[Level]]]:
+        """See `ChainHead.guess`."""
+        fusing = _Fusing(features, self.config.layer.hidden_size)
+        _, _staged, joined = self._stage(batch, hidden)
+        guessing = _Guessing(wishes, min(width, self._num_draft))
+        self._pair[0] = self._pair_record(**fusing.fields, **joined.fields, sources=address_of(sources))
+        self._guess[0] = self._guess_record(**guessing.fields)
+        self._run()
+        self._guess["num_levels"] = 0
+        return fusing.fused, guessing.levels()
+
+    def _stage(self, batch: ForwardBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, StagedBatch, _Joining]:
+        """Fill the batch's record; what it points to lives as long as what is returned. Outputs come into `hidden`."""
         num_rows, num_logits = len(batch.token_ids), len(batch.logit_rows)
         self._ensure_room(batch)
         staged = StagedBatch(batch, self.kv_pool.block_size)
-        outputs = hidden.detach().to(torch.float32, copy=True).contiguous()
-        embedded = self._embed.index_select(0, torch.from_numpy(batch.token_ids)).float()
         logits = torch.empty(num_logits, self._num_panels * 16)
-        size = self.config.layer.hidden_size
-        stride = 2 * size // GROUP * ROW_BYTES[Q8]
-        room = np.empty(stride * num_rows + 64, np.uint8)
-        fields = self._workspace.fields | {"hidden": outputs.data_ptr()}
+        fields = self._workspace.fields | {"hidden": hidden.data_ptr()}
         self._batch[0] = BatchRecord(
             num_rows=num_rows,
             num_logits=num_logits,
@@ -139,19 +161,14 @@ class NativeEagle3Head:
             feature_columns=0,
             **fields,
         )
-        self._pair[0] = self._pair_record(embedded=embedded.data_ptr(), joined=_aligned(room), joined_stride=stride)
-        self._run()
-        wanted = outputs[torch.from_numpy(batch.logit_rows)]
-        if self.config.norm_output:
-            wanted = functional.rms_norm(wanted, (size,), self._norm, self.config.layer.rms_norm_eps)
-        return logits[:, : self._num_draft], wanted
+        return logits, staged, _Joining(num_rows, self.config.layer.hidden_size)
 
     @property
     def _num_panels(self) -> int:
         return -(-self._num_draft // 16)
 
     def _run(self) -> None:
-        run_pairs(self._model, self._layer, self._batch, self._pair, 0)
+        run_pairs(self._model, self._layer, self._batch, self._pair, self._guess, 0)
 
     def _ensure_room(self, batch: ForwardBatch) -> None:
         """Replace the workspace by a larger one where the call would not fit."""
@@ -225,8 +242,83 @@ class NativeEagle3Head:
             "num_parts": len(self.config.feature_layers),
             "norms_each": int(self.config.feature_norm == "each"),
             "norm_before_residual": int(self.config.norm_before_residual),
+            "embed": self._embed.data_ptr(),
+            "embed_bits": 8 * self._embed.itemsize,
         }
         return PairRecord(**(dict.fromkeys(PairRecord._fields, 0) | fixed | fields))
+
+    def _guess_record(self, **fields: int) -> GuessRecord:
+        fixed = {
+            "num_columns": self._num_draft,
+            "target_ids": self.target_ids.data_ptr(),
+            "norms_output": int(self.config.norm_output),
+        }
+        return GuessRecord(**(dict.fromkeys(GuessRecord._fields, 0) | fixed | fields))
+
+
+class _Fusing:
+    """Features on their way through the fusing product, and room for what comes out."""
+
+    def __init__(self, states: torch.Tensor, hidden_size: int) -> None:
+        # Normalised in place, so in a copy.
+        self._features = np.array(states.detach().cpu().float().numpy(), order="C")
+        self.fused = torch.empty(len(states), hidden_size)
+        stride = self._features.shape[1] // GROUP * ROW_BYTES[Q8]
+        self._room = np.empty(stride * len(states) + 64, np.uint8)
+        self.fields = {
+            "num_fused": len(states),
+            "features": address_of(self._features),
+            "fused": self.fused.data_ptr(),
+            "fused_rows": _aligned(self._room),
+            "fused_stride": stride,
+        }
+
+
+class _Joining:
+    """Room for pairs, encoded."""
+
+    def __init__(self, num_rows: int, hidden_size: int) -> None:
+        stride = 2 * hidden_size // GROUP * ROW_BYTES[Q8]
+        self._room = np.empty(stride * num_rows + 64, np.uint8)
+        self.fields = {"joined": _aligned(self._room), "joined_stride": stride}
+
+
+class _Guessing:
+    """What is wished of each sequence's guesses, and room for them."""
+
+    def __init__(self, wishes: Sequence[ChainWish], width: int) -> None:
+        count, num_levels = len(wishes), max(wish.depth for wish in wishes)
+        stops = [token_id for wish in wishes for token_id in wish.stops]
+        stop_starts = [0, *accumulate(len(wish.stops) for wish in wishes)]
+        self._integers = np.array(
+            [*(wish.depth for wish in wishes), *stop_starts, *stops, *range(count), *([0] * count)], np.int64
+        )
+        self._floats = np.array([*(wish.min_chance for wish in wishes), *([1.0] * count)], np.float32)
+        self._token_ids = np.empty((num_levels, count, width), np.int64)
+        self._chances = np.empty((num_levels, count, width), np.float32)
+        integers, floats = address_of(self._integers), address_of(self._floats)
+        behind = integers + 8 * (2 * count + 1 + len(stops))
+        self.fields = {
+            "num_levels": num_levels,
+            "num_sequences": count,
+            "width": width,
+            "depths": integers,
+            "stop_starts": integers + 8 * count,
+            "stops": integers + 8 * (2 * count + 1),
+            "rows": behind,
+            "counts": behind + 8 * count,
+            "min_chances": floats,
+            "reached": floats + 4 * count,
+            "token_ids": address_of(self._token_ids),
+            "chances": address_of(self._chances),
+        }
+
+    def levels(self) -> list[list[Level]]:
+        """Those of each sequence."""
+        counts = self._integers[len(self._integers) - self._token_ids.shape[1] :].tolist()
+        deepest = max(counts)
+        token_ids, chances = self._token_ids[:deepest].tolist(), self._chances[:deepest].tolist()
+        return [[(token_ids[level][i], chances[level][i]) for level in range(count)] for i, count in enumerate(counts)]
 
 
 class _Packed:

@@ -56,6 +56,15 @@ class GrowingTree:
                     self.parents.append(parent)
                     self.chances.append(reached * chance)
 
+    def grow_along(self, levels: Sequence[tuple[Sequence[int], Sequence[float]]]) -> None:
+        """Level after level, each behind the likeliest guess of the one before: token ids and how likely each is."""
+        parent = -1
+        for token_ids, chances in levels:
+            self.grow([(parent, token_ids, chances)])
+            if self._newest == len(self.token_ids):
+                return
+            parent = self._newest
+
     def next_nodes(self) -> list[int]:
         """The nodes of the newest level behind which to guess, `limit` in all levels together; none at the end."""
         if self._level >= self._depth:
