@@ -96,7 +96,8 @@ class Backlog:
     def drop_before(self, index: int) -> None:
         """Forget the rows of tokens before `index`."""
         if index > self.start and self._fused:
-            kept = torch.cat(self._fused)[index - self.start :]
-            # A copy: a view would keep all rows alive.
-            self._fused = [kept.clone()]
+            rows = self._fused[0] if len(self._fused) == 1 else torch.cat(self._fused)
+            kept = rows[index - self.start :]
+            # A copy where there are many: a view keeps all rows alive.
+            self._fused = [kept if len(rows) <= ROOM else kept.clone()]
             self.start = index

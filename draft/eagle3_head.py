@@ -138,6 +138,7 @@ class ChainHead(PairHead, Protocol):
 
         `batch` carries pairs without trees, and one logit row a sequence, its last, behind which is guessed: its block
         tables have room for that. Row t has fused feature `sources[t]`, or where that is -1 `hidden[t]` ([T, E]).
+        Batch, `hidden` and `features` may be overwritten.
         """
 
 
