@@ -320,7 +320,7 @@ class Engine:
         self._scheduler.remove(sequence)
         del self._sequences[sequence.request.request_id]
         self._drafting.finish(sequence)
-        self._counters.saved_seconds += sequence.counters.saved_seconds
+        self._counters.note_saved(sequence.counters.saved_seconds)
 
 
 def _features_of(rows: SequenceRows, accepted: tuple[int, ...], features: torch.Tensor) -> torch.Tensor:
