@@ -327,7 +327,8 @@ def _features_of(rows: SequenceRows, accepted: tuple[int, ...], features: torch.
     """Those of the tokens that are committed and were computed in this step: the chain, then accepted nodes."""
     chain_end = rows.first_row + rows.scheduled.num_chain
     if accepted == tuple(range(len(accepted))):
-        return features[rows.first_row : chain_end + len(accepted)]
+        own = rows.first_row, chain_end + len(accepted)
+        return features if own == (0, features.size(0)) else features[own[0] : own[1]]
     index = [*range(rows.first_row, chain_end), *(chain_end + node for node in accepted)]
     return features[torch.tensor(index, device=features.device)]
 
