@@ -108,6 +108,18 @@ def test_a_start_in_which_some_sizes_were_unlucky_is_made_good(seed: int) -> Non
     assert max(error(costs, of_one(num_rows, 300)) for num_rows in rows) < 0.2
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_curve_that_was_flat_at_the_start_becomes_steep_as_a_whole(seed: int) -> None:
+    """Calibrated while each step took 50 ms more, it knows after 120 steps what many rows cost against few."""
+    costs, rng = StepCostModel(), random.Random(seed)
+    costs.calibrate((load, truth(load) + 0.05) for load in LOADS)
+    for _ in range(120):
+        load = StepLoad(rng.randint(8, 40))
+        costs.observe(load, truth(load) * rng.uniform(0.95, 1.05))
+    further = costs.rows_seconds(40) - costs.rows_seconds(8)
+    assert further == pytest.approx(truth(40) - truth(8), rel=0.12)
+
+
 def test_a_busy_moment_leaves_the_curve_as_it_was() -> None:
     """When everything takes four times as long for a while, predictions follow, and come back afterwards."""
     costs = calibrated()
