@@ -97,5 +97,5 @@ class Backlog:
             rows = self._fused[0] if len(self._fused) == 1 else torch.cat(self._fused)
             kept = rows[index - self.start :]
             # A copy where there are many: a view keeps all rows alive.
-            self._fused = [kept if len(rows) <= MAX_PIECES else kept.clone()]
+            self._fused = [kept if rows.size(0) <= MAX_PIECES else kept.clone()]
             self.start = index

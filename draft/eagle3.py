@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -63,7 +63,8 @@ class _PairGrowth(Growth):
 
     @property
     def wish(self) -> ChainWish:
-        return ChainWish(self.tree.depth, self.context.min_confidence, self.stops)
+        min_chance = max(self.context.min_confidence, self.context.min_reach)
+        return ChainWish(self.tree.depth, min_chance, self.stops)
 
 
 class Eagle3Proposer:
@@ -143,10 +144,11 @@ class Eagle3Proposer:
 
     def _grow(self, growths: Sequence[_PairGrowth]) -> list[_PairGrowth]:
         """Grow the trees of all that can be caught up with; returns the others."""
-        at_once = [growth for growth in growths if growth.is_simple] if self._chain_head else []
-        if self._chain_head and at_once:
-            self._guess(self._chain_head, at_once)
-        growths = [growth for growth in growths if growth not in at_once]
+        if self._chain_head and (simple := [growth for growth in growths if growth.is_simple]):
+            self._guess(self._chain_head, simple)
+            growths = [growth for growth in growths if growth not in simple]
+        if not growths:
+            return []
         self._fuse(growths)
         behind = self._catch_up(growths)
         growths = [growth for growth in growths if growth not in behind]
@@ -161,23 +163,26 @@ class Eagle3Proposer:
         for growth in growths:
             growth.state.num_computed = min(growth.state.num_computed, growth.num_pairs - 1)
         entries = [self._entry(growth, growth.num_pairs, logits=True) for growth in growths]
-        raw = [growth.state.backlog.raw() for growth in growths]
-        counts = [0 if rows is None else len(rows) for rows in raw]
         hidden = torch.empty(sum(len(entry.chain) for entry in entries), head.config.layer.hidden_size)
         sources: list[int] = []
-        for growth, offset in zip(growths, accumulate(counts, initial=0), strict=False):
-            start, first_raw, end = growth.state.num_computed, growth.state.backlog.fused_end, growth.num_pairs
+        raw = [self._no_features]
+        starts = [0]
+        for growth in growths:
+            backlog, start, end = growth.state.backlog, growth.state.num_computed, growth.num_pairs
+            first_raw, offset = backlog.fused_end, starts[-1]
             if start < first_raw:
-                at, known = len(sources), growth.state.backlog.rows(start, min(first_raw, end))
-                hidden[at : at + len(known)] = known
+                at, known = len(sources), backlog.rows(start, min(first_raw, end))
+                hidden[at : at + known.size(0)] = known
             sources += [offset + i - first_raw if i >= first_raw else -1 for i in range(start, end)]
-        features = torch.cat([rows for rows in raw if rows is not None]) if any(counts) else self._no_features
-        wishes = [growth.wish for growth in growths]
+            if (rows := backlog.raw()) is not None:
+                raw.append(rows)
+            starts.append(offset + backlog.end - first_raw)
         batch, width = lay_out(entries, self.pool.block_size), max(growth.tree.width for growth in growths)
-        fused, levels = head.guess(batch, hidden, features, np.array(sources, np.int64), wishes, width)
-        for growth, rows, guesses in zip(growths, fused.split(counts), levels, strict=True):
-            if len(rows):
-                growth.state.backlog.set_fused(rows)
+        wishes = [growth.wish for growth in growths]
+        fused, levels = head.guess(batch, hidden, torch.cat(raw), np.array(sources, np.int64), wishes, width)
+        for growth, guesses, (start, end) in zip(growths, levels, pairwise(starts), strict=True):
+            if start < end:
+                growth.state.backlog.set_fused(fused[start:end])
             growth.state.num_computed = growth.num_pairs
             self._note_computed(growth)
             growth.tree.grow_along(guesses)

@@ -34,6 +34,7 @@ class Growth:
             depth=bounds.depth,
             width=1 if bounds.is_chain else TREE_WIDTH,
             min_chance=context.min_confidence,
+            min_reach=context.min_reach,
             stops=self.stops,
         )
         self.expanded: list[int] = []

@@ -27,6 +27,8 @@ class DraftContext:
     """Tenants with different salts must not learn of one another's text through what gets accepted."""
     min_confidence: float = 0.0
     """A path less likely than this does not pay verifying. A proposer that knows its confidences need not draft it."""
+    min_reach: float = 0.0
+    """Behind paths that together are less likely than this, one more level of guesses does not pay drafting."""
 
 
 @dataclass(frozen=True, slots=True)

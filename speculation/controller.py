@@ -113,8 +113,8 @@ class DraftLengthController:
     guesses is the plain step.
 
     Configs with explicit numbers are drafted as they stand. In one step: `begin`; for sequences that do not `rest` the
-    roster calls `limits`, `hope`, `appraise` and `note_drafting`, and then comes `trim`; `note_all_drafting`; after the
-    forward `observe` for each sequence, and `end`. No clock: times are given.
+    roster calls `limits`, `min_confidence`, `min_reach`, `hope`, `appraise` and `note_drafting`, and then comes `trim`;
+    `note_all_drafting`; after the forward `observe` for each sequence, and `end`. No clock: times are given.
     """
 
     def __init__(self, costs: StepCostModel) -> None:
@@ -146,6 +146,13 @@ class DraftLengthController:
     def min_confidence(self, context: DraftContext) -> float:
         """The least chance of a path for which a node pays in this step."""
         return self._row_price(context)
+
+    def min_reach(self, context: DraftContext, method: str) -> float:
+        """The least chance of paths, together, behind which one more level of guesses pays drafting and verifying."""
+        habit = self._habit(context, method)
+        first, second = self._acceptance.chain_chances(method, context.sampling.temperature, 2, habit.record)
+        price = self._row_price(context) + self._step.rate * self._drafting_cost(method).seconds_per_level
+        return price * first / second
 
     def _row_price(self, context: DraftContext) -> float:
         """What one more row of the sequence costs, in tokens."""

@@ -30,6 +30,14 @@ STEEPER = 0.05
 LEVERAGE = 4e-3
 """Squared; below it a step's size differs too little from those around it to say much."""
 MOST_STRETCH = 16.0
+OLD_DRAFTS = 0.02
+"""Share of what is known of a level's price that one more draft replaces."""
+SAME_DEPTH = 0.05
+"""Variance of depths, in levels squared, below which they say little of what one more level costs."""
+WARM_UP = 3
+"""First drafts, which say little of what a level costs."""
+MOST_LONGER = 1.5
+"""A single draft that took longer than expected says no more of that than one that took so many times as long."""
 STALE = 0.02
 """By how much, in logs, the curve may lag behind what was learned: drawing it anew takes time."""
 
@@ -227,20 +235,41 @@ def _interpolate(points: list[tuple[int, float]], x: int) -> float:
 
 
 class DraftingCost:
-    """What drafting for one sequence costs: medians of the last askings, so that one slow start is no news."""
+    """What drafting for one sequence costs: the median of the last askings, so that one slow start is no news."""
 
     def __init__(self) -> None:
-        self._seconds: deque[float] = deque(maxlen=15)
-        self._seconds_per_level: deque[float] = deque(maxlen=15)
+        self._recent: deque[float] = deque(maxlen=15)
+        self._num_drawn = 0
+        self._depth = self._mean = 0.0
+        """Averages over drafts that were drawn: levels, and seconds."""
+        self._variance = self._covariance = 0.0
+        """Of the levels, and of levels and seconds."""
         self.seconds = 0.0
         """Of one asking, found or not; 0 before any was timed."""
         self.seconds_per_level = 0.0
-        """Of one level of depth, for proposers that draft level by level."""
+        """Of one more level of depth, for proposers that draft level by level: the first costs what is around it."""
 
     def observe(self, depth: float, seconds: float) -> None:
         """An asking (its share of a call that drafted for several) took this long, for a draft of this depth."""
-        self._seconds.append(seconds)
-        self.seconds = median(self._seconds)
+        self._recent.append(seconds)
+        self.seconds = median(self._recent)
         if depth > 0:
-            self._seconds_per_level.append(seconds / depth)
-            self.seconds_per_level = median(self._seconds_per_level)
+            self._num_drawn += 1
+            if self._num_drawn > WARM_UP:
+                self._learn_slope(depth, seconds)
+
+    def _learn_slope(self, depth: float, seconds: float) -> None:
+        """Least squares with older drafts fading, and half of a draft's time for its levels while all are as deep."""
+        count = self._num_drawn - WARM_UP
+        share = max(1 / count, OLD_DRAFTS)
+        above = depth - self._depth
+        if count > WARM_UP:
+            seconds = min(seconds, MOST_LONGER * (self._mean + self.seconds_per_level * above))
+        longer = seconds - self._mean
+        self._depth += share * above
+        self._mean += share * longer
+        self._variance = (1 - share) * (self._variance + share * above * above)
+        self._covariance = (1 - share) * (self._covariance + share * above * longer)
+        average = self._mean / self._depth
+        slope = (self._covariance + SAME_DEPTH * average / 2) / (self._variance + SAME_DEPTH)
+        self.seconds_per_level = max(0.0, min(slope, average))
