@@ -10,8 +10,10 @@ from draft.proposer import Features
 
 FUSE_AT = 512
 """So many rows are fused whether or not anybody asks, to a third of their size; fewer wait until somebody does."""
-ROOM = 64
-"""Rows that are made room for at once, and room that is kept."""
+MAX_PIECES = 32
+"""Steps whose rows are kept as they came; then they are joined, and the steps' memory is let go."""
+SPARE = 8
+"""Up to so many rows of a step are kept alive for each of the sequence's own: not to copy is cheapest."""
 
 
 class Backlog:
@@ -23,22 +25,22 @@ class Backlog:
         self.start = 0
         self.end = 0
         self._fused: list[torch.Tensor] = []
-        self._raw: torch.Tensor | None = None
-        """[room, columns], of which the first `_num_raw` rows are in use."""
+        self._raw: list[torch.Tensor] = []
+        """[n, columns] each, as they came: a step without a draft only appends to them."""
         self._num_raw = 0
 
     def add(self, features: Features, fuse: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-        """Copy what is new of `features`; False if there is a gap before them, and all that was here had to go.
+        """Keep what is new of `features`; False if there is a gap before them, and all that was here had to go.
 
         A preemption makes the target compute again what is here already. Behind a prefix hit, features begin late.
         """
-        first, last = features.start, features.start + len(features.states)
+        first, last = features.start, features.start + features.states.size(0)
         is_joined = first <= self.end
         if not is_joined or last - self.end > self._most:
             self.start = self.end = max(first, last - self._most, self.end)
-            self._fused, self._num_raw = [], 0
+            self._fused, self._raw, self._num_raw = [], [], 0
         if last > self.end:
-            self._append(features.states[self.end - first :])
+            self._append(features.states if first == self.end else features.states[self.end - first :])
             self.end = last
             self._forget()
         if self._num_raw >= FUSE_AT and (raw := self.raw()) is not None:
@@ -46,14 +48,12 @@ class Backlog:
         return is_joined
 
     def _append(self, rows: torch.Tensor) -> None:
-        num_rows = self._num_raw + len(rows)
-        if self._raw is None or num_rows > len(self._raw):
-            larger = rows.new_empty(-(-num_rows * 3 // 2 // ROOM) * ROOM, rows.shape[1])
-            if self._raw is not None:
-                larger[: self._num_raw] = self._raw[: self._num_raw]
-            self._raw = larger
-        self._raw[self._num_raw : num_rows] = rows
-        self._num_raw = num_rows
+        if rows.untyped_storage().nbytes() > SPARE * rows.nbytes:
+            rows = rows.clone()
+        self._num_raw += rows.size(0)
+        self._raw.append(rows)
+        if len(self._raw) == MAX_PIECES:
+            self.raw()
 
     def _forget(self) -> None:
         """Let go of the oldest rows where there are too many."""
@@ -66,21 +66,24 @@ class Backlog:
             self._fused = [torch.cat(self._fused)[excess:].clone()]
             return
         self._fused = []
-        if self._raw is not None:
-            kept = self._raw[excess - num_fused : self._num_raw].clone()
-            self._num_raw = len(kept)
-            self._raw[: self._num_raw] = kept
+        self._raw = [torch.cat(self._raw)[excess - num_fused :].clone()]
+        self._num_raw -= excess - num_fused
 
     def raw(self) -> torch.Tensor | None:
         """The rows that are not fused yet; to be answered by `set_fused`."""
-        return self._raw[: self._num_raw] if self._raw is not None and self._num_raw else None
+        if len(self._raw) > 1:
+            self._raw = [torch.cat(self._raw)]
+        return self._raw[0] if self._raw else None
+
+    @property
+    def fused_end(self) -> int:
+        """Where the rows begin that are not fused yet."""
+        return self.end - self._num_raw
 
     def set_fused(self, rows: torch.Tensor) -> None:
         """What became of `raw`."""
         self._fused.append(rows)
-        self._num_raw = 0
-        if self._raw is not None and len(self._raw) > ROOM:
-            self._raw = None
+        self._raw, self._num_raw = [], 0
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """[last - first, E] of tokens [first, last), all of which must be here, and fused."""
@@ -91,7 +94,8 @@ class Backlog:
     def drop_before(self, index: int) -> None:
         """Forget the rows of tokens before `index`."""
         if index > self.start and self._fused:
-            kept = torch.cat(self._fused)[index - self.start :]
-            # A copy: a view would keep all rows alive.
-            self._fused = [kept.clone()]
+            rows = self._fused[0] if len(self._fused) == 1 else torch.cat(self._fused)
+            kept = rows[index - self.start :]
+            # A copy where there are many: a view keeps all rows alive.
+            self._fused = [kept if rows.size(0) <= MAX_PIECES else kept.clone()]
             self.start = index

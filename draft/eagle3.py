@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
 
 from cache_store.block_pool import BlockPool, BlockTable
 from cache_store.hashing import block_hash, root_hash
 from draft.backlog import Backlog
-from draft.eagle3_head import PairHead
+from draft.eagle3_head import ChainHead, ChainWish, PairHead
 from draft.growth import Growth, grow
 from draft.proposer import DraftContext, Features
 from draft.tree import Draft
@@ -49,6 +51,21 @@ class _PairGrowth(Growth):
     def num_pairs(self) -> int:
         return len(self.context.token_ids) - 1
 
+    @property
+    def is_simple(self) -> bool:
+        """Whether its levels are each behind the likeliest guess of the one before, and say no more than the logits.
+
+        So are chains, and trees whose size nobody has asked for: what stands beside the chain comes for nothing, and
+        what would stand behind that seldom pays.
+        """
+        is_near = self.num_pairs - self.state.num_computed <= _FIRST_GUESS_PAIRS
+        return is_near and not (self.bounds.is_fixed and self.tree.width > 1) and self.context.sampling.is_argmax
+
+    @property
+    def wish(self) -> ChainWish:
+        min_chance = max(self.context.min_confidence, self.context.min_reach)
+        return ChainWish(self.tree.depth, min_chance, self.stops)
+
 
 class Eagle3Proposer:
     """Drafts trees and chains for all sequences together, one forward of the head a level.
@@ -75,9 +92,11 @@ class Eagle3Proposer:
         """
         self.needs_features = head.config.feature_layers
         self._head = head
+        self._chain_head = head if isinstance(head, ChainHead) else None
         self._eos_token_ids = eos_token_ids
         self._max_catch_up_tokens = max_catch_up_tokens
         self._max_pairs_behind = max_pairs_behind
+        self._no_features = torch.empty(0, len(self.needs_features) * head.config.layer.hidden_size)
         self.pool = BlockPool(head.kv_pool.num_blocks, head.kv_pool.block_size)
         self._states: dict[int, _HeadState] = {}
         """Least recently drafted first."""
@@ -116,16 +135,57 @@ class Eagle3Proposer:
                 growths.append(growth)
             else:
                 drafts[context.seq_id] = Draft.none(reason, self.name)
+        behind = self._grow(growths)
+        for growth in growths:
+            is_behind = growth in behind
+            draft = Draft.none("not_ready", self.name) if is_behind else growth.tree.draft(self.name)
+            drafts[growth.context.seq_id] = draft
+        return [drafts[context.seq_id] for context in contexts]
+
+    def _grow(self, growths: Sequence[_PairGrowth]) -> list[_PairGrowth]:
+        """Grow the trees of all that can be caught up with; returns the others."""
+        if self._chain_head and (simple := [growth for growth in growths if growth.is_simple]):
+            self._guess(self._chain_head, simple)
+            growths = [growth for growth in growths if growth not in simple]
+        if not growths:
+            return []
         self._fuse(growths)
-        for growth in self._catch_up(growths):
-            drafts[growth.context.seq_id] = Draft.none("not_ready", self.name)
-        growths = [growth for growth in growths if growth.context.seq_id not in drafts]
+        behind = self._catch_up(growths)
+        growths = [growth for growth in growths if growth not in behind]
         if growths:
             self._first_level(growths)
         while growing := [(growth, nodes) for growth in growths if (nodes := growth.tree.next_nodes())]:
             self._next_level(growing)
-        drafts.update((growth.context.seq_id, growth.tree.draft(self.name)) for growth in growths)
-        return [drafts[context.seq_id] for context in contexts]
+        return behind
+
+    def _guess(self, head: ChainHead, growths: Sequence[_PairGrowth]) -> None:
+        """Whole drafts in one call: new features are fused, and then comes one level behind the other."""
+        for growth in growths:
+            growth.state.num_computed = min(growth.state.num_computed, growth.num_pairs - 1)
+        entries = [self._entry(growth, growth.num_pairs, logits=True) for growth in growths]
+        hidden = torch.empty(sum(len(entry.chain) for entry in entries), head.config.layer.hidden_size)
+        sources: list[int] = []
+        raw = [self._no_features]
+        starts = [0]
+        for growth in growths:
+            backlog, start, end = growth.state.backlog, growth.state.num_computed, growth.num_pairs
+            first_raw, offset = backlog.fused_end, starts[-1]
+            if start < first_raw:
+                at, known = len(sources), backlog.rows(start, min(first_raw, end))
+                hidden[at : at + known.size(0)] = known
+            sources += [offset + i - first_raw if i >= first_raw else -1 for i in range(start, end)]
+            if (rows := backlog.raw()) is not None:
+                raw.append(rows)
+            starts.append(offset + backlog.end - first_raw)
+        batch, width = lay_out(entries, self.pool.block_size), max(growth.tree.width for growth in growths)
+        wishes = [growth.wish for growth in growths]
+        fused, levels = head.guess(batch, hidden, torch.cat(raw), np.array(sources, np.int64), wishes, width)
+        for growth, guesses, (start, end) in zip(growths, levels, pairwise(starts), strict=True):
+            if start < end:
+                growth.state.backlog.set_fused(fused[start:end])
+            growth.state.num_computed = growth.num_pairs
+            self._note_computed(growth)
+            growth.tree.grow_along(guesses)
 
     def _state(self, seq_id: int) -> _HeadState:
         state = self._states.get(seq_id)
@@ -205,7 +265,7 @@ class Eagle3Proposer:
             if num_chain:
                 parts.append((growth, num_chain))
         if parts:
-            self._compute([(growth, self._chain(growth, num_chain)) for growth, num_chain in parts])
+            self._compute([(growth, self._chain(growth, growth.state.num_computed + count)) for growth, count in parts])
             for growth, num_chain in parts:
                 growth.state.num_computed += num_chain
         for growth in growths:
@@ -217,10 +277,7 @@ class Eagle3Proposer:
         for growth in growths:
             # Where the last draft was never verified (a preemption), the last pair is computed again.
             growth.state.num_computed = min(growth.state.num_computed, growth.num_pairs - 1)
-        entries = [
-            (growth, self._chain(growth, growth.num_pairs - growth.state.num_computed, wants_logits=True))
-            for growth in growths
-        ]
+        entries = [(growth, self._chain(growth, growth.num_pairs, logits=True)) for growth in growths]
         logits, outputs = self._compute(entries)
         for growth, output in zip(growths, outputs, strict=True):
             growth.outputs[-1] = output
@@ -237,20 +294,18 @@ class Eagle3Proposer:
             growth.outputs[node] = output
         grow(growing, logits, self._head.target_ids)
 
-    def _chain(
-        self, growth: _PairGrowth, num_pairs: int, *, wants_logits: bool = False
-    ) -> tuple[BatchEntry, torch.Tensor]:
-        """The next pairs of committed tokens that are not in the cache."""
-        state = growth.state
+    def _chain(self, growth: _PairGrowth, end: int, *, logits: bool = False) -> tuple[BatchEntry, torch.Tensor]:
+        """The pairs of committed tokens before pair `end` that are not in the cache, and their fused features."""
+        return self._entry(growth, end, logits=logits), growth.state.backlog.rows(growth.state.num_computed, end)
+
+    def _entry(self, growth: _PairGrowth, end: int, *, logits: bool) -> BatchEntry:
+        """Those pairs; `logits` are wanted of the last."""
+        state, start = growth.state, growth.state.num_computed
         assert state.table is not None
-        start, end = state.num_computed, state.num_computed + num_pairs
-        entry = BatchEntry(
-            start - state.base,
-            growth.context.token_ids[start + 1 : end + 1],
-            state.table.block_ids,
-            logits_from=num_pairs - 1 if wants_logits else None,
+        chain = growth.context.token_ids[start + 1 : end + 1]
+        return BatchEntry(
+            start - state.base, chain, state.table.block_ids, logits_from=end - start - 1 if logits else None
         )
-        return entry, state.backlog.rows(start, end)
 
     def _expansion(self, growth: _PairGrowth, nodes: list[int]) -> tuple[BatchEntry, torch.Tensor]:
         """Rows for the nodes, each with what the head put out at its parent."""

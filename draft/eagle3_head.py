@@ -7,9 +7,12 @@ with its own output in place of the feature.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn import functional
 
@@ -99,6 +102,43 @@ class PairHead(Protocol):
         """Write the pairs' keys and values; logits [R, C] float and outputs [R, E] of the batch's logit rows.
 
         `batch` carries each pair's token; `hidden` [T, E] its feature, or a former output of this function.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ChainWish:
+    """How far to guess behind one sequence's last pair."""
+
+    depth: int
+    """Levels of guesses, at least one."""
+    min_chance: float
+    """Behind a path that is less likely nothing is guessed."""
+    stops: Collection[int]
+    """The target's ids of tokens behind which nothing is guessed."""
+
+
+Level = tuple[list[int], list[float]]
+"""Candidates for one place, likeliest first: the target's token ids, and how likely each is behind the path there."""
+
+
+@runtime_checkable
+class ChainHead(PairHead, Protocol):
+    """A head that goes on with its likeliest guesses by itself: a whole draft in one call."""
+
+    def guess(
+        self,
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        features: torch.Tensor,
+        sources: npt.NDArray[np.int64],
+        wishes: Sequence[ChainWish],
+        width: int,
+    ) -> tuple[torch.Tensor, list[list[Level]]]:
+        """`features` [n, A * E] fused, and the levels guessed for each of S sequences, `width` candidates each.
+
+        `batch` carries pairs without trees, and one logit row a sequence, its last, behind which is guessed: its block
+        tables have room for that. Row t has fused feature `sources[t]`, or where that is -1 `hidden[t]` ([T, E]).
+        Batch, `hidden` and `features` may be overwritten.
         """
 
 

@@ -17,15 +17,25 @@ class GrowingTree:
     nodes are always a tree. Nodes that cannot be among them are not grown further.
     """
 
-    def __init__(self, *, limit: int, depth: int, width: int, min_chance: float, stops: frozenset[int]) -> None:
+    def __init__(
+        self,
+        *,
+        limit: int,
+        depth: int,
+        width: int,
+        min_chance: float,
+        stops: frozenset[int],
+        min_reach: float = 0.0,
+    ) -> None:
         """At most `limit` nodes, `depth` deep, `width` (1 is a chain) wide. Paths less likely than `min_chance` end.
 
-        Nothing is guessed behind the tokens `stops`.
+        Nothing is guessed behind the tokens `stops`, nor behind a level that is less likely than `min_reach`.
         """
         self._limit = limit
         self._width = width
         self._depth = min(depth, limit)
         self._min_chance = min_chance
+        self._min_reach = min_reach
         self._stops = stops
         self.token_ids: list[int] = []
         self.parents: list[int] = []
@@ -56,6 +66,15 @@ class GrowingTree:
                     self.parents.append(parent)
                     self.chances.append(reached * chance)
 
+    def grow_along(self, levels: Sequence[tuple[Sequence[int], Sequence[float]]]) -> None:
+        """Level after level, each behind the likeliest guess of the one before: token ids and how likely each is."""
+        parent = -1
+        for token_ids, chances in levels:
+            self.grow([(parent, token_ids, chances)])
+            if self._newest == len(self.token_ids):
+                return
+            parent = self._newest
+
     def next_nodes(self) -> list[int]:
         """The nodes of the newest level behind which to guess, `limit` in all levels together; none at the end."""
         if self._level >= self._depth:
@@ -68,6 +87,8 @@ class GrowingTree:
         ]
         room = min(self._width, self._limit - self._num_grown)
         best = sorted(newest, key=lambda node: (-self.chances[node], node))[:room]
+        if sum(self.chances[node] for node in best) < self._min_reach:
+            return []
         self._num_grown += len(best)
         return sorted(best)
 

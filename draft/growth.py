@@ -26,15 +26,16 @@ class Growth:
         """At most `limit` nodes; a chain where the sequence's config says so. `eos_token_ids` are the target's."""
         self.context = context
         self.limit = limit
-        bounds = bounds_of(single_configs(context.config)[0])
-        self._stops = context.sampling.all_stop_token_ids(eos_token_ids)
+        self.bounds = bounds = bounds_of(single_configs(context.config)[0])
+        self.stops = context.sampling.all_stop_token_ids(eos_token_ids)
         self._counts = token_counts(context)
         self.tree = GrowingTree(
             limit=limit,
             depth=bounds.depth,
             width=1 if bounds.is_chain else TREE_WIDTH,
             min_chance=context.min_confidence,
-            stops=self._stops,
+            min_reach=context.min_reach,
+            stops=self.stops,
         )
         self.expanded: list[int] = []
 
@@ -70,7 +71,7 @@ class Growth:
             params=self.context.sampling,
             num_tokens=len(self.context.token_ids),
             num_prompt_tokens=self.context.num_prompt_tokens,
-            stop_token_ids=self._stops,
+            stop_token_ids=self.stops,
             counts=self._counts,
         )
 

@@ -27,6 +27,8 @@ class DraftContext:
     """Tenants with different salts must not learn of one another's text through what gets accepted."""
     min_confidence: float = 0.0
     """A path less likely than this does not pay verifying. A proposer that knows its confidences need not draft it."""
+    min_reach: float = 0.0
+    """Behind paths that together are less likely than this, one more level of guesses does not pay drafting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,8 @@ class Features:
     """Index in the sequence of the first token they belong to. After a preemption tokens are computed again, and after
     a prefix hit they begin behind it, so it need not be where the last ones ended."""
     states: torch.Tensor
-    """[n, len(needs_features) * hidden size]; a view of the step's own, of which a proposer copies what it keeps."""
+    """[n, len(needs_features) * hidden size]; of memory that no later step writes to: a proposer may keep it, and
+    with it all rows of the step that it is a view of."""
 
 
 class Proposer(Protocol):

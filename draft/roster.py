@@ -35,6 +35,9 @@ class DraftControl(Protocol):
     def min_confidence(self, context: DraftContext) -> float:
         """The least chance of a path for which verifying one more node pays; 0 takes everything."""
 
+    def min_reach(self, context: DraftContext, method: str) -> float:
+        """The least chance of paths, together, behind which drafting one more level pays; 0 goes on to the end."""
+
     def hope(self, context: DraftContext, method: str) -> float:
         """What asking the method is expected to bring, in tokens a step, less what drafting costs."""
 
@@ -59,6 +62,9 @@ class AsConfigured:
         return [bounds.num_nodes if bounds.is_fixed else min(bounds.num_nodes, self._auto) for bounds in all_bounds]
 
     def min_confidence(self, context: DraftContext) -> float:
+        return 0.0
+
+    def min_reach(self, context: DraftContext, method: str) -> float:
         return 0.0
 
     def hope(self, context: DraftContext, method: str) -> float:
@@ -150,7 +156,7 @@ class Roster:
         for turn, limit in zip(turns, control.limits([turn.context for turn in turns], method), strict=True):
             if limit > 0:
                 asked.append(turn)
-                contexts.append(_asking(turn.context, method, control.min_confidence(turn.context)))
+                contexts.append(_asking(turn.context, method, control))
                 limits.append(min(limit, turn.most))
             else:
                 self._settle(turn, Draft.none("does_not_pay", method), 0.0, control)
@@ -205,9 +211,10 @@ class Roster:
         return self._methods[seq_id]
 
 
-def _asking(context: DraftContext, method: str, min_confidence: float) -> DraftContext:
+def _asking(context: DraftContext, method: str, control: DraftControl) -> DraftContext:
     """The context as one of its config's proposers sees it. A size that the user chose is drafted to its end."""
     config = config_of(context.config, method)
+    is_fixed = bounds_of(config).is_fixed
     return DraftContext(
         context.seq_id,
         context.token_ids,
@@ -215,7 +222,8 @@ def _asking(context: DraftContext, method: str, min_confidence: float) -> DraftC
         context.sampling,
         config,
         context.cache_salt,
-        0.0 if bounds_of(config).is_fixed else min_confidence,
+        0.0 if is_fixed else control.min_confidence(context),
+        0.0 if is_fixed else control.min_reach(context, method),
     )
 
 

@@ -95,6 +95,7 @@ SKIP_REASONS = frozenset(
         "no_blocks",  # the KV pool had no room for guesses
         "token_budget",  # the step's token budget was spent on committed tokens
         "too_long",  # the draft model's context is shorter than the sequence
+        "measuring",  # the draft-length controller wants to know what a step without guesses takes
         "last_token",  # one token is left to generate: nothing to guess behind it
         "not_ready",  # the proposer lacks something it needs (features not in the cache, its own prefill)
     }

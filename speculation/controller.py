@@ -28,6 +28,10 @@ FIRST_REACH = 8
 VAIN_SHARE = 0.005
 """Share of all time that may go into trying again what did not pay."""
 MAX_PAUSE = 256
+MOST_GUESSED = 128
+"""Steps with guesses after which one goes without, to see what that takes; fewer while little is known of it."""
+KNOWN = 8
+"""Steps without guesses that are always worth taking; those behind them count as spent in vain."""
 UNBOUNDED = DraftBounds(MAX_TREE_SIZE, MAX_SPECULATIVE_TOKENS, is_fixed=False, is_chain=False)
 CLASS_WEIGHT = 6
 """Askings that a new sequence takes over from its class."""
@@ -105,11 +109,12 @@ class DraftLengthController:
     makes the step longer (`StepCostModel`), times what a second is worth: the tokens that the running sequences make in
     one. Nodes are kept while they are worth more than they cost. A method is asked while that brings more than its
     drafting costs; else it rests, each time twice as long. What is tried again although it did not pay (a method that
-    rests, a kind of guess that used to fail) may take a two-hundredth of all time. Zero guesses is the plain step.
+    rests, a kind of guess that used to fail, a plain step where guesses pay) may take a two-hundredth of all time. Zero
+    guesses is the plain step.
 
     Configs with explicit numbers are drafted as they stand. In one step: `begin`; for sequences that do not `rest` the
-    roster calls `limits`, `hope`, `appraise` and `note_drafting`, and then comes `trim`; `note_all_drafting`; after the
-    forward `observe` for each sequence, and `end`. No clock: times are given.
+    roster calls `limits`, `min_confidence`, `min_reach`, `hope`, `appraise` and `note_drafting`, and then comes `trim`;
+    `note_all_drafting`; after the forward `observe` for each sequence, and `end`. No clock: times are given.
     """
 
     def __init__(self, costs: StepCostModel) -> None:
@@ -122,6 +127,8 @@ class DraftLengthController:
         self._sequences: dict[int, _Sequence] = {}
         self._speedup = 1.0
         self._num_steps = 0
+        self._num_guessed = 0
+        """Steps with guesses since one without."""
         self._vain_seconds = 0.0
         """What may still be spent in vain."""
         self.begin(StepLoad(1))
@@ -139,6 +146,13 @@ class DraftLengthController:
     def min_confidence(self, context: DraftContext) -> float:
         """The least chance of a path for which a node pays in this step."""
         return self._row_price(context)
+
+    def min_reach(self, context: DraftContext, method: str) -> float:
+        """The least chance of paths, together, behind which one more level of guesses pays drafting and verifying."""
+        habit = self._habit(context, method)
+        first, second = self._acceptance.chain_chances(method, context.sampling.temperature, 2, habit.record)
+        price = self._row_price(context) + self._step.rate * self._drafting_cost(method).seconds_per_level
+        return price * first / second
 
     def _row_price(self, context: DraftContext) -> float:
         """What one more row of the sequence costs, in tokens."""
@@ -210,7 +224,10 @@ class DraftLengthController:
             ranked += [(price - chance, i, node) for node, chance in enumerate(self.chances(context, draft))]
         # A child's chance is at most its parent's, and comes behind it among equals: any prefix is a set of trees.
         ranked.sort()
-        for _, i, node in ranked[: self._best_size(ranked, num_fixed)]:
+        size, gain = self._best_size(ranked, num_fixed)
+        if size and not num_fixed and self._measures(gain):
+            return [Draft.none("measuring", draft.source) if draft else draft for draft in drafts]
+        for _, i, node in ranked[:size]:
             kept[i].append(node)
         cut = list(drafts)
         for i, nodes in kept.items():
@@ -218,6 +235,14 @@ class DraftLengthController:
         if ranked or num_fixed:
             self._step.guess_seconds = self._guess_seconds(contexts, cut)
         return cut
+
+    def _measures(self, gain: float) -> bool:
+        """Whether this step does without guesses worth `gain` tokens: all prices are against what it takes then."""
+        step = self._step
+        num_seen = self.costs.num_seen(step.num_sequences)
+        if step.base != step.plain or self._num_guessed < min(8 + 2 * num_seen, MOST_GUESSED):
+            return False
+        return num_seen < KNOWN or self._spend_in_vain(gain / step.rate)
 
     def _guess_seconds(self, contexts: Sequence[DraftContext], drafts: Sequence[Draft]) -> float:
         num_attended = sum(len(draft) * len(context.token_ids) for context, draft in zip(contexts, drafts, strict=True))
@@ -248,6 +273,7 @@ class DraftLengthController:
         most = 2 * max(step.plain_seconds, dearest)
         self._vain_seconds = min(self._vain_seconds + VAIN_SHARE * seconds, most)
         if is_pure:
+            self._num_guessed = self._num_guessed + 1 if load.num_rows > step.num_sequences else 0
             self.costs.observe(load, seconds)
             # By what it should have taken: a hiccup says nothing about guessing.
             taken = self.costs.seconds(load) + step.drafting_seconds
@@ -301,8 +327,8 @@ class DraftLengthController:
             return habit.appraised[1]
         return self._acceptance.path_chances(draft, context.sampling.temperature, habit.record)
 
-    def _best_size(self, ranked: list[tuple[float, int, int]], num_fixed: int) -> int:
-        """How many of the ranked nodes to verify: where tokens gained minus tokens' worth of time is largest."""
+    def _best_size(self, ranked: list[tuple[float, int, int]], num_fixed: int) -> tuple[int, float]:
+        """How many of the ranked nodes to verify, and the gain in tokens less tokens' worth of time: the largest."""
         base = self._step.base.num_rows + num_fixed
         base_seconds = self.costs.rows_seconds(base)
         best_gain = gained = 0.0
@@ -312,7 +338,7 @@ class DraftLengthController:
             gain = gained - self._step.rate * (self.costs.rows_seconds(base + size) - base_seconds)
             if gain > best_gain:
                 best, best_gain = size, gain
-        return best
+        return best, best_gain
 
     def _cut(self, context: DraftContext, draft: Draft, nodes: list[int]) -> Draft:
         if nodes:

@@ -23,6 +23,21 @@ AGREEING = 5
 """Steps with as many rows that say by how much the curve is off there."""
 FAST, SLOW = 0.3, 0.05
 """Share of that which is taken over at each further one, at first and when some hundred have been seen."""
+CLIP = 0.15
+"""A single step that deviates says no more of the steepness than one that is exp(±CLIP) off."""
+STEEPER = 0.05
+"""Share of what a step says of the steepness that is taken over."""
+LEVERAGE = 4e-3
+"""Squared; below it a step's size differs too little from those around it to say much."""
+MOST_STRETCH = 16.0
+OLD_DRAFTS = 0.02
+"""Share of what is known of a level's price that one more draft replaces."""
+SAME_DEPTH = 0.05
+"""Variance of depths, in levels squared, below which they say little of what one more level costs."""
+WARM_UP = 3
+"""First drafts, which say little of what a level costs."""
+MOST_LONGER = 1.5
+"""A single draft that took longer than expected says no more of that than one that took so many times as long."""
 STALE = 0.02
 """By how much, in logs, the curve may lag behind what was learned: drawing it anew takes time."""
 
@@ -48,9 +63,10 @@ class StepCostModel:
 
     The *pace* is the median of the last few steps against the rest: when everything becomes slower (a neighbour, a
     clock) everything becomes slower at once, also what was not seen for a while, and a single hiccup is no news. The
-    *curve*, which decides how many rows pay, is learned knot by knot: where steps of a size keep deviating from those
-    just before and behind them, the curve follows their median. It never falls with more rows. The prices of context
-    are those of the start, in units of the pace.
+    *curve*, which decides how many rows pay, is learned from steps that deviate from those just before and behind
+    them. If large ones do, it becomes steeper as a whole: on a machine that was busy at the start, all rows seemed to
+    cost the same. Where steps of one size keep deviating, the curve follows their median there. It never falls with
+    more rows. The prices of context are those of the start, in units of the pace.
     """
 
     def __init__(self) -> None:
@@ -58,12 +74,15 @@ class StepCostModel:
         """Before anything is known one more row costs three hundredths of the first."""
         self._num_seen = [0] * len(KNOTS)
         """Steps of each knot, those of the start not counted."""
-        self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
-        """Of the last steps the knot, and the log of how long they took against what the curve says."""
+        self._recent: deque[tuple[int, float, float]] = deque(maxlen=RECENT)
+        """Of the last steps the knot, the log of how long they took against what the curve says, and the share of that
+        which is for rows beyond the first."""
         self._surprises = [deque[float](maxlen=AGREEING) for _ in KNOTS]
         """By how much steps of each knot took longer than those around them, in logs."""
         self._context_price = 0.0
         self._attended_price = 0.0
+        self._stretch = 1.0
+        """How much steeper than drawn the curve is."""
         self._curve: list[float] = []
         self._undrawn = 0.0
         self._pace = 0.01
@@ -90,18 +109,26 @@ class StepCostModel:
         self._context_price, self._attended_price = context_price / self._pace, attended_price / self._pace
         self._log_shape = [log(_interpolate(known, rows) / self._pace) for rows in KNOTS]
         self._num_seen = [0] * len(KNOTS)
+        self._stretch = 1.0
         self._recent.clear()
         self._redraw()
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """A step of decoding rows took this long, drafting not counted. Cheap enough for every step."""
-        self._recent.append((_nearest_knot(load.num_rows), log(max(seconds, 1e-9) / self._relative(load))))
-        middle = median(against for _, against in self._recent)
+        expected = self._relative(load)
+        further = (self._curve_at(load.num_rows) - self._curve[0]) / expected
+        self._recent.append((_nearest_knot(load.num_rows), log(max(seconds, 1e-9) / expected), further))
+        middle = median([against for _, against, _ in self._recent])
         if len(self._recent) == RECENT:
             # Against the steps on both sides of it: where the pace jumps, a step belongs to one of the two.
-            knot, against = self._recent[RECENT // 2]
+            knot, against, further = self._recent[RECENT // 2]
+            self._steepen(against - middle, further - median([each for *_, each in self._recent]))
             self._learn(knot, against - middle)
         self._pace = exp(middle)
+
+    def num_seen(self, num_rows: int) -> int:
+        """Steps with about so many rows that the curve has learned from."""
+        return self._num_seen[_nearest_knot(num_rows)]
 
     def seconds(self, load: StepLoad) -> float:
         """What a step would take now."""
@@ -118,6 +145,15 @@ class StepCostModel:
     def _relative(self, load: StepLoad) -> float:
         context = self._context_price * load.num_context_tokens + self._attended_price * load.num_attended_tokens
         return self._curve_at(load.num_rows) + context
+
+    def _steepen(self, surprise: float, leverage: float) -> None:
+        """A step whose share for further rows is larger than that of its neighbours took exp(`surprise`) times as long.
+
+        Normalised least mean squares.
+        """
+        error = max(-CLIP, min(CLIP, surprise))
+        self._stretch *= exp(STEEPER * error * leverage / (leverage**2 + LEVERAGE))
+        self._stretch = max(1 / MOST_STRETCH, min(MOST_STRETCH, self._stretch))
 
     def _learn(self, knot: int, surprise: float) -> None:
         """A step with as many rows took exp(`surprise`) times what its neighbours in time would let expect."""
@@ -149,13 +185,17 @@ class StepCostModel:
         self._undrawn = 0.0
 
     def _curve_at(self, num_rows: int) -> float:
+        first = self._curve[0]
+        return first + self._stretch * (self._drawn_at(num_rows) - first)
+
+    def _drawn_at(self, num_rows: int) -> float:
         i = bisect_left(KNOTS, num_rows)
         if i < len(KNOTS) and KNOTS[i] == num_rows:
             return self._curve[i]
         i = min(max(i, 1), len(KNOTS) - 1)
         low, high = KNOTS[i - 1], KNOTS[i]
         share = (num_rows - low) / (high - low)
-        return max(self._curve[i - 1] + share * (self._curve[i] - self._curve[i - 1]), 0.0)
+        return self._curve[i - 1] + share * (self._curve[i] - self._curve[i - 1])
 
 
 def _context_prices(seconds: Mapping[StepLoad, float]) -> tuple[float, float]:
@@ -195,20 +235,41 @@ def _interpolate(points: list[tuple[int, float]], x: int) -> float:
 
 
 class DraftingCost:
-    """What drafting for one sequence costs: medians of the last askings, so that one slow start is no news."""
+    """What drafting for one sequence costs: the median of the last askings, so that one slow start is no news."""
 
     def __init__(self) -> None:
-        self._seconds: deque[float] = deque(maxlen=15)
-        self._seconds_per_level: deque[float] = deque(maxlen=15)
+        self._recent: deque[float] = deque(maxlen=15)
+        self._num_drawn = 0
+        self._depth = self._mean = 0.0
+        """Averages over drafts that were drawn: levels, and seconds."""
+        self._variance = self._covariance = 0.0
+        """Of the levels, and of levels and seconds."""
         self.seconds = 0.0
         """Of one asking, found or not; 0 before any was timed."""
         self.seconds_per_level = 0.0
-        """Of one level of depth, for proposers that draft level by level."""
+        """Of one more level of depth, for proposers that draft level by level: the first costs what is around it."""
 
     def observe(self, depth: float, seconds: float) -> None:
         """An asking (its share of a call that drafted for several) took this long, for a draft of this depth."""
-        self._seconds.append(seconds)
-        self.seconds = median(self._seconds)
+        self._recent.append(seconds)
+        self.seconds = median(self._recent)
         if depth > 0:
-            self._seconds_per_level.append(seconds / depth)
-            self.seconds_per_level = median(self._seconds_per_level)
+            self._num_drawn += 1
+            if self._num_drawn > WARM_UP:
+                self._learn_slope(depth, seconds)
+
+    def _learn_slope(self, depth: float, seconds: float) -> None:
+        """Least squares with older drafts fading, and half of a draft's time for its levels while all are as deep."""
+        count = self._num_drawn - WARM_UP
+        share = max(1 / count, OLD_DRAFTS)
+        above = depth - self._depth
+        if count > WARM_UP:
+            seconds = min(seconds, MOST_LONGER * (self._mean + self.seconds_per_level * above))
+        longer = seconds - self._mean
+        self._depth += share * above
+        self._mean += share * longer
+        self._variance = (1 - share) * (self._variance + share * above * above)
+        self._covariance = (1 - share) * (self._covariance + share * above * longer)
+        average = self._mean / self._depth
+        slope = (self._covariance + SAME_DEPTH * average / 2) / (self._variance + SAME_DEPTH)
+        self.seconds_per_level = max(0.0, min(slope, average))

@@ -43,11 +43,20 @@ class EngineCounters:
         self._skipped: Counter[str] = Counter()
         self._step_buckets = [0] * (len(STEP_SECONDS_BOUNDS) + 1)
         self._step_seconds = 0.0
-        self.saved_seconds = 0.0
+        self._saved_seconds = 0.0
+        self._lost_seconds = 0.0
         self.prefill = Rate()
         """Rows of steps that computed prompts."""
         self.decode = Rate()
         """Tokens that steps without prompts brought."""
+
+    def note_saved(self, seconds: float) -> None:
+        """A request has ended that guessing spared so many seconds; where it cost more than it brought, below zero.
+
+        Both are counted apart, because totals only grow.
+        """
+        self._saved_seconds += max(seconds, 0.0)
+        self._lost_seconds += max(-seconds, 0.0)
 
     def note_step(self, seconds: float) -> None:
         """A step took this long."""
@@ -86,7 +95,8 @@ class EngineCounters:
             blocks_in_use=pool.num_in_use,
             counters={
                 **{name: float(count) for name, count in self.totals.items()},
-                "saved_seconds": self.saved_seconds,
+                "saved_seconds": self._saved_seconds,
+                "lost_seconds": self._lost_seconds,
             },
             accepted_per_position=list(self._accepted_per_position),
             drafted_per_position=list(self._drafted_per_position),

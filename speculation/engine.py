@@ -322,14 +322,15 @@ class Engine:
         """Forget a sequence that has ended; its blocks are free when this returns."""
         self._scheduler.remove(sequence)
         del self._sequences[sequence.request.request_id]
-        self._counters.saved_seconds += sequence.counters.saved_seconds
+        self._counters.note_saved(sequence.counters.saved_seconds)
 
 
 def _features_of(rows: SequenceRows, accepted: tuple[int, ...], features: torch.Tensor) -> torch.Tensor:
     """Those of the tokens that are committed and were computed in this step: the chain, then accepted nodes."""
     chain_end = rows.first_row + rows.scheduled.num_chain
     if accepted == tuple(range(len(accepted))):
-        return features[rows.first_row : chain_end + len(accepted)]
+        own = rows.first_row, chain_end + len(accepted)
+        return features if own == (0, features.size(0)) else features[own[0] : own[1]]
     index = [*range(rows.first_row, chain_end), *(chain_end + node for node in accepted)]
     return features[to_device(index, features.device)]
 

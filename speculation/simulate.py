@@ -130,12 +130,16 @@ class Simulator:
         proposers: Mapping[str, Proposer] | None = None,
         *,
         num_concurrent: int = 1,
+        known: StepCostModel | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """`costs` says how long steps take, and what the controller knows of it. `proposers`: all lookups if None."""
+        """`costs` says how long steps take, and `known`, if given, what the controller thinks at first.
+
+        `proposers`: all lookups if None.
+        """
         self._costs = costs
         self._roster = Roster(lookup_proposers() if proposers is None else proposers, clock=clock)
-        self._control = DraftLengthController(costs)
+        self._control = DraftLengthController(costs if known is None else known)
         self._num_concurrent = num_concurrent
         self._clock = clock
         self._num_started = 0

@@ -43,6 +43,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature < GREEDY_BELOW
 
     @property
+    def is_argmax(self) -> bool:
+        """Whether the choice is the largest logit as the model gives it."""
+        return self.is_greedy and not (self.logit_bias or self.has_penalties or self.min_tokens)
+
+    @property
     def has_penalties(self) -> bool:
         """Whether logits depend on the tokens seen so far."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0

@@ -117,7 +117,7 @@ function prefixTile({ counters }) {
 
 function savedTile({ counters }) {
   const own = counters.output_tokens ? percent((counters.accepted_tokens ?? 0) / counters.output_tokens) : "–";
-  return tile("Time saved", h("p", { class: "big" }, duration(counters.saved_seconds), h("small", null, "of decoding")),
+  return tile("Time saved", h("p", { class: "big" }, duration((counters.saved_seconds ?? 0) - (counters.lost_seconds ?? 0)), h("small", null, "of decoding")),
     h("p", { class: "hint" }, `${own} of ${count(counters.output_tokens ?? 0)} tokens were guessed right`));
 }
 

@@ -72,6 +72,17 @@ def load(typingctx: Any, address: Any) -> Lowered:
 
 
 @intrinsic
+def load_bf16(typingctx: Any, address: Any) -> Lowered:
+    """Sixteen bfloat16 at `address`, as float32: they are its upper halves."""
+
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        bits = b.zext(load_at(b, args[0], 0, vector_of(I16), 2), vector_of(I32))
+        return b.bitcast(b.shl(bits, const(I32, 16)), _TYPE)
+
+    return F32x16(types.int64), emit
+
+
+@intrinsic
 def store(typingctx: Any, address: Any, vector: Any) -> Lowered:
     """Write sixteen float32."""
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from draft.config import Eagle3Config, NoSpeculation
 from draft.eagle3 import Eagle3Proposer
-from draft.eagle3_head import Eagle3Architecture, Eagle3Head, FeatureNorm
+from draft.eagle3_head import ChainWish, Eagle3Architecture, Eagle3Head, FeatureNorm, Level
 from draft.eagle3_native import NativeEagle3Head, native_head_obstacle
 from draft.roster import Roster
 from speculation.controller import DraftLengthController
 from speculation.cost_model import StepCostModel
 from speculation.engine import Engine
 from speculation.messages import SamplingParams, Submit
+from target.batch import ForwardBatch
 from target.layout import BatchEntry, lay_out
+from target.native.tiles import Q8
 from tests.speculation.test_engine import Run
 from tests.tiny_head import tiny_architecture, tiny_head_weights
 from tests.tiny_model import TINY, tiny_runner
@@ -28,7 +31,7 @@ def heads_of(architecture: Eagle3Architecture, num_threads: int) -> tuple[Eagle3
     weights = tiny_head_weights(architecture, dtype=torch.float32)
     return (
         Eagle3Head(architecture, weights, num_blocks=8, block_size=16),
-        NativeEagle3Head(architecture, weights, num_blocks=8, block_size=16, num_threads=num_threads),
+        NativeEagle3Head(architecture, weights, num_blocks=8, block_size=16, num_threads=num_threads, body_kind=Q8),
     )
 
 
@@ -67,6 +70,49 @@ def test_it_says_what_the_torch_head_says(
         expected, found = plain.forward(batch, inputs), native.forward(batch, inputs)
         assert_close(found[0], expected[0])
         assert_close(found[1], expected[1])
+    native.close()
+
+
+@pytest.mark.skipif(native_head_obstacle(tiny_architecture(SHAPE), 16) is not None, reason="not this processor")
+@pytest.mark.parametrize(("norm_output", "num_threads"), [(False, 1), (True, 2)])
+def test_a_chain_in_one_call_is_what_call_after_call_says(norm_output: bool, num_threads: int) -> None:
+    """Three sequences, of which one wants fewer levels, one ends at a stop token and one where it becomes unlikely."""
+    architecture = tiny_architecture(SHAPE, feature_norm="each", norm_output=norm_output)
+    _, native = heads_of(architecture, num_threads)
+    features = torch.randn(12, 3 * SHAPE.hidden_size, generator=torch.Generator().manual_seed(2)) * 3
+    hidden = native.fuse(features)
+    tables = [[3, 1], [2], [5, 4]]
+
+    def first_batch() -> ForwardBatch:
+        chains = [range(15), range(4, 7), range(9)]
+        return lay_out([BatchEntry(0, c, t, logits_from=len(c) - 1) for c, t in zip(chains, tables, strict=True)], 16)
+
+    rows = [i % 12 for i in range(27)]
+    expected: list[list[Level]] = [[], [], []]
+    batch, states, at = first_batch(), hidden[rows], [15, 3, 9]
+    for _ in range(4):
+        logits, states = native.forward(batch, states)
+        values, columns = logits.softmax(dim=-1).topk(3, dim=-1)
+        for levels, ids, chances in zip(expected, native.target_ids[columns].tolist(), values.tolist(), strict=True):
+            levels.append((ids, chances))
+        likeliest = [levels[-1][0][0] for levels in expected]
+        entries = zip(at, likeliest, tables, strict=True)
+        batch = lay_out([BatchEntry(n, [token_id], t, logits_from=0) for n, token_id, t in entries], 16)
+        at = [n + 1 for n in at]
+    stop = expected[1][1][0][0]
+    below = 1.0001 * expected[2][0][1][0] * expected[2][1][1][0]
+    wishes = [ChainWish(3, 0.0, ()), ChainWish(4, 0.0, (stop, 10_000)), ChainWish(4, below, (10_001,))]
+    num_levels = [3, 1 + next(i for i, level in enumerate(expected[1]) if level[0][0] == stop), 2]
+    sources = np.array([i if j % 2 else -1 for j, i in enumerate(rows)], np.int64)
+    given = torch.where(torch.from_numpy(sources >= 0)[:, None], torch.nan, hidden[rows])
+    fused, found = native.guess(first_batch(), given, features.clone(), sources, wishes, 3)
+    assert torch.equal(fused, hidden)
+    assert [len(levels) for levels in found] == num_levels
+    for levels, wanted in zip(found, expected, strict=True):
+        for (ids, chances), (wanted_ids, wanted_chances) in zip(levels, wanted, strict=False):
+            assert ids == wanted_ids
+            assert chances == pytest.approx(wanted_chances, rel=1e-4)
+    assert torch.equal(native.fuse(features), hidden)
     native.close()
 
 

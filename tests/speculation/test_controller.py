@@ -255,6 +255,32 @@ def test_a_sequence_whose_methods_all_rest_need_not_be_looked_at() -> None:
     assert num_resting > 300
 
 
+@pytest.mark.parametrize("num_concurrent", [2, 8])
+def test_it_finds_out_that_rows_cost_more_than_it_thought(num_concurrent: int) -> None:
+    """Started with a curve that is flat where the machine's is steep, it guesses what does not pay for 300 tokens."""
+    recordings = [Recording(prompt_token_ids=[0], output_token_ids=list(range(1, 301)))] * num_concurrent
+    seconds = []
+    for config in (NoSpeculation(), MedusaConfig()):
+        simulator = Simulator(
+            parse_curve(CPU),
+            {"medusa": Scripted("medusa", coin(0.3), confidence=lambda token: 0.3)},
+            num_concurrent=num_concurrent,
+            known=parse_curve("1:20,64:21"),
+            clock=lambda: 0.0,
+        )
+        seconds.append([simulator.run(recordings, config).seconds for _ in range(2)])
+    assert seconds[1][0] > 1.1 * seconds[0][0]
+    assert seconds[1][1] < 1.03 * seconds[0][1]
+
+
+def test_some_steps_go_without_guesses_to_see_what_they_cost() -> None:
+    """Where every step has guesses, one in ten at first and one in a hundred later has none, and says why."""
+    first, _ = count(Scripted("ngram", always), num_tokens=500, curve=FLAT)
+    later, _ = count(Scripted("ngram", coin(0.9)), num_tokens=20_000, curve=FLAT)
+    assert 0 < first.skipped["measuring"] <= first.num_steps / 8
+    assert 0 < later.skipped["measuring"] <= later.num_steps / 50
+
+
 def test_explicit_numbers_are_drafted_as_given() -> None:
     """A config with a number gets exactly that, good or bad, trees as well; "auto" with a tree size stays below it."""
     for hit in (always, never):

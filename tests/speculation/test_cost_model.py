@@ -108,6 +108,18 @@ def test_a_start_in_which_some_sizes_were_unlucky_is_made_good(seed: int) -> Non
     assert max(error(costs, of_one(num_rows, 300)) for num_rows in rows) < 0.2
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_curve_that_was_flat_at_the_start_becomes_steep_as_a_whole(seed: int) -> None:
+    """Calibrated while each step took 50 ms more, it knows after 120 steps what many rows cost against few."""
+    costs, rng = StepCostModel(), random.Random(seed)
+    costs.calibrate((load, truth(load) + 0.05) for load in LOADS)
+    for _ in range(120):
+        load = StepLoad(rng.randint(8, 40))
+        costs.observe(load, truth(load) * rng.uniform(0.95, 1.05))
+    further = costs.rows_seconds(40) - costs.rows_seconds(8)
+    assert further == pytest.approx(truth(40) - truth(8), rel=0.12)
+
+
 def test_a_busy_moment_leaves_the_curve_as_it_was() -> None:
     """When everything takes four times as long for a while, predictions follow, and come back afterwards."""
     costs = calibrated()
@@ -182,10 +194,27 @@ def test_timing_an_engine_is_bounded() -> None:
 
 
 def test_drafting_costs_are_medians() -> None:
-    """A slow first draft is no news; cost a level counts drafts that were drawn."""
+    """A slow first draft is no news."""
     cost = DraftingCost()
     assert (cost.seconds, cost.seconds_per_level) == (0.0, 0.0)
     for depth, seconds in ((0, 0.5), (4, 0.004), (0, 0.001), (2, 0.002), (8, 0.008)):
         cost.observe(depth, seconds)
     assert cost.seconds == pytest.approx(0.004)
+
+
+@pytest.mark.parametrize("first", [0.0, 0.001])
+def test_a_level_costs_what_deeper_drafts_take_longer(first: float) -> None:
+    """Whatever comes before the first level; drafts that were not drawn, and hiccups, say nothing of it."""
+    cost = DraftingCost()
+    for i in range(60):
+        cost.observe(0, 0.00001)
+        cost.observe(1 + i % 4, 0.5 if i == 40 else first + 0.0005 * (1 + i % 4))
+    assert cost.seconds_per_level == pytest.approx(0.0005, rel=0.2)
+
+
+def test_drafts_of_one_depth_do_not_say_what_a_level_costs() -> None:
+    """Half of their time is taken for it: neither so dear that nobody goes deeper, nor free."""
+    cost = DraftingCost()
+    for _ in range(10):
+        cost.observe(2, 0.004)
     assert cost.seconds_per_level == pytest.approx(0.001)
