@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil, inf
 from typing import TYPE_CHECKING
 
@@ -17,14 +17,13 @@ from draft.config import (
     single_configs,
 )
 from draft.tree import Draft
-from speculation.acceptance import HOT_TEMPERATURE, AcceptanceModel, TrackRecord
+from speculation.acceptance import HOT_TEMPERATURE, AcceptanceModel
 from speculation.cost_model import DraftingCost, StepCostModel, StepLoad
+from speculation.habits import FIRST_REACH, Habit, SequenceHabits
 
 if TYPE_CHECKING:
     from draft.proposer import DraftContext
 
-FIRST_REACH = 8
-"""Nodes a draft may have at first; twice as many after one that was worth keeping whole."""
 VAIN_SHARE = 0.005
 """Share of all time that may go into trying again what did not pay."""
 MAX_PAUSE = 256
@@ -32,48 +31,13 @@ MOST_GUESSED = 128
 """Steps with guesses after which one goes without, to see what that takes; fewer while little is known of it."""
 KNOWN = 8
 """Steps without guesses that are always worth taking; those behind them count as spent in vain."""
+BEHIND = 16
+"""Tokens since the last asking beyond which a proposer has to catch up first: that is no price of guessing."""
+HORIZON = 64
+"""Steps within which catching up has to pay."""
 UNBOUNDED = DraftBounds(MAX_TREE_SIZE, MAX_SPECULATIVE_TOKENS, is_fixed=False, is_chain=False)
 CLASS_WEIGHT = 6
 """Askings that a new sequence takes over from its class."""
-
-
-@dataclass(slots=True)
-class _Habit:
-    """What asking one method has brought: one sequence, or all of its class."""
-
-    bounds: DraftBounds
-    value: float = 0.3
-    """Mean worth of its drafts, in tokens a step; while nothing is known, worth a try."""
-    num_asked: int = 0
-    record: TrackRecord = field(default_factory=TrackRecord)
-    reach: int = FIRST_REACH
-    has_confidences: bool = False
-    pause: int = 0
-    """Steps that it rested last."""
-    wakes_at: int = 0
-    """The first step in which it may be asked again."""
-    appraised: tuple[Draft, list[float]] | None = None
-
-    def note(self, value: float, rate: float) -> None:
-        """Asking brought a draft of this worth."""
-        self.num_asked += 1
-        self.value += max(rate, 1 / (1 + self.num_asked)) * (value - self.value)
-
-
-@dataclass(slots=True)
-class _Sequence:
-    temperature: float
-    num_methods: int
-    """That its config names."""
-    habits: dict[str, _Habit] = field(default_factory=dict)
-    wakes_at: int = 0
-    """The first step in which one of them may be asked."""
-
-    def lay_down(self, habit: _Habit, wakes_at: int) -> None:
-        """A method is not to be asked before then."""
-        habit.wakes_at = wakes_at
-        if len(self.habits) == self.num_methods:
-            self.wakes_at = min(each.wakes_at for each in self.habits.values())
 
 
 @dataclass(slots=True)
@@ -90,6 +54,8 @@ class _Step:
     row_price: float
     """What one more row costs, in tokens, before it attends to anything."""
     num_asked: int = 0
+    num_behind: int = 0
+    """Of these, sequences for which the method asked last has to catch up."""
     proposing_seconds: float = 0.0
     """What proposers took."""
     drafting_seconds: float = 0.0
@@ -121,10 +87,12 @@ class DraftLengthController:
         self.costs = costs
         self._acceptance = AcceptanceModel()
         self._drafting: dict[str, DraftingCost] = {}
+        self._catching_up: dict[str, DraftingCost] = {}
+        """The same with sequences that were not asked for long, or never."""
         self._overhead = DraftingCost()
         """What an asking costs beside the proposer."""
-        self._classes: dict[tuple[str, bool], _Habit] = {}
-        self._sequences: dict[int, _Sequence] = {}
+        self._classes: dict[tuple[str, bool], Habit] = {}
+        self._sequences: dict[int, SequenceHabits] = {}
         self._speedup = 1.0
         self._num_steps = 0
         self._num_guessed = 0
@@ -169,6 +137,7 @@ class DraftLengthController:
 
     def limits(self, contexts: Sequence[DraftContext], method: str) -> list[int]:
         """Most nodes the method may draft for each; 0 where it rests because it does not pay."""
+        self._step.num_behind = 0
         return [self._limit(context, method) for context in contexts]
 
     def hope(self, context: DraftContext, method: str) -> float:
@@ -203,7 +172,8 @@ class DraftLengthController:
         self._step.proposing_seconds += seconds
         self._step.num_asked += len(drafts)
         depth = sum(max(draft.depths, default=0) for draft in drafts) / len(drafts)
-        self._drafting_cost(method).observe(depth, seconds / len(drafts))
+        costs = self._catching_up if self._step.num_behind else self._drafting
+        costs.setdefault(method, DraftingCost()).observe(depth, seconds / len(drafts))
 
     def trim(self, contexts: Sequence[DraftContext], drafts: Sequence[Draft]) -> list[Draft]:
         """The drafts cut to the nodes that pay, all sequences weighed together against the cost curve as it is.
@@ -269,7 +239,8 @@ class DraftLengthController:
         """
         step = self._step
         # Room for the dearest asking, or it would never be tried again.
-        dearest = max((self._asking_seconds(method) for method in self._drafting), default=0.0)
+        costs = *self._drafting.values(), *self._catching_up.values()
+        dearest = max((cost.seconds for cost in costs), default=0.0) + self._overhead.seconds
         most = 2 * max(step.plain_seconds, dearest)
         self._vain_seconds = min(self._vain_seconds + VAIN_SHARE * seconds, most)
         if is_pure:
@@ -303,16 +274,31 @@ class DraftLengthController:
             return habit.bounds.num_nodes
         if self._num_steps < habit.wakes_at:
             return 0
-        if habit.value > self._drafting_price(method):
+        is_behind = len(context.token_ids) > habit.num_known + BEHIND
+        if self._pays(method, habit, is_behind=is_behind):
             habit.pause = 0
-        else:
-            habit.pause = min(max(2 * habit.pause, 1), self._longest_pause(method))
-            self._sequences[context.seq_id].lay_down(habit, self._num_steps + 1 + habit.pause)
-            if not self._spend_in_vain(self._asking_seconds(method)):
-                return 0
+        elif not self._try_in_vain(context, method, habit, is_behind=is_behind):
+            return 0
+        habit.num_known = len(context.token_ids)
+        self._step.num_behind += is_behind
         return min(self._reach(context, method, habit), habit.bounds.num_nodes)
 
-    def _reach(self, context: DraftContext, method: str, habit: _Habit) -> int:
+    def _pays(self, method: str, habit: Habit, *, is_behind: bool) -> bool:
+        gain = habit.value - self._drafting_price(method)
+        return HORIZON * gain > (self._step.rate * self._asking_seconds(method, is_behind=True) if is_behind else 0.0)
+
+    def _try_in_vain(self, context: DraftContext, method: str, habit: Habit, *, is_behind: bool) -> bool:
+        """Whether a method that does not pay is asked again now; it rests afterwards.
+
+        One that has to catch up is asked in the next step, too: what guessing costs is seen then.
+        """
+        is_asked = self._spend_in_vain(self._asking_seconds(method, is_behind=is_behind))
+        if not (is_asked and is_behind):
+            habit.pause = min(max(2 * habit.pause, 1), self._longest_pause(method))
+            self._sequences[context.seq_id].lay_down(habit, self._num_steps + 1 + habit.pause)
+        return is_asked
+
+    def _reach(self, context: DraftContext, method: str, habit: Habit) -> int:
         """How many nodes to ask for. A proposer without confidences cannot know where to stop, so we tell it."""
         if habit.has_confidences or method in MODEL_FREE_METHODS:
             return habit.reach
@@ -363,30 +349,31 @@ class DraftLengthController:
         """What asking costs, in tokens."""
         return self._step.rate * self._asking_seconds(method)
 
-    def _asking_seconds(self, method: str) -> float:
-        return self._drafting_cost(method).seconds + self._overhead.seconds
+    def _asking_seconds(self, method: str, *, is_behind: bool = False) -> float:
+        cost = self._catching_up.get(method) if is_behind else None
+        return (cost or self._drafting_cost(method)).seconds + self._overhead.seconds
 
     def _drafting_cost(self, method: str) -> DraftingCost:
         if method not in self._drafting:
             self._drafting[method] = DraftingCost()
         return self._drafting[method]
 
-    def _habit(self, context: DraftContext, method: str) -> _Habit:
+    def _habit(self, context: DraftContext, method: str) -> Habit:
         """What is known of a method that the sequence's config names."""
         sequence = self._sequences.get(context.seq_id)
         if sequence is None:
             num_methods = len(single_configs(context.config))
-            sequence = self._sequences[context.seq_id] = _Sequence(context.sampling.temperature, num_methods)
+            sequence = self._sequences[context.seq_id] = SequenceHabits(context.sampling.temperature, num_methods)
         habit = sequence.habits.get(method)
         if habit is None:
             bounds, kind = bounds_of(config_of(context.config, method)), self._class_of(context, method)
-            habit = _Habit(bounds, kind.value, min(kind.num_asked, CLASS_WEIGHT), has_confidences=kind.has_confidences)
+            habit = Habit(bounds, kind.value, min(kind.num_asked, CLASS_WEIGHT), has_confidences=kind.has_confidences)
             sequence.habits[method] = habit
         return habit
 
-    def _class_of(self, context: DraftContext, method: str) -> _Habit:
+    def _class_of(self, context: DraftContext, method: str) -> Habit:
         """What all sequences of this method, sampling or not, have in common."""
         key = method, context.sampling.temperature >= HOT_TEMPERATURE
         if key not in self._classes:
-            self._classes[key] = _Habit(UNBOUNDED)
+            self._classes[key] = Habit(UNBOUNDED)
         return self._classes[key]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 
 import pytest
@@ -279,6 +280,35 @@ def test_some_steps_go_without_guesses_to_see_what_they_cost() -> None:
     later, _ = count(Scripted("ngram", coin(0.9)), num_tokens=20_000, curve=FLAT)
     assert 0 < first.skipped["measuring"] <= first.num_steps / 8
     assert 0 < later.skipped["measuring"] <= later.num_steps / 50
+
+
+class Late(Scripted):
+    """Takes 30 ms more for a sequence that it was not asked about for a while."""
+
+    num_known = 0
+
+    def propose(self, contexts: Sequence[DraftContext], limits: Sequence[int]) -> list[Draft]:
+        num_tokens = len(contexts[0].token_ids)
+        self.now += 0.0 if 0 <= num_tokens - self.num_known <= 16 else 0.03
+        self.num_known = num_tokens
+        return super().propose(contexts, limits)
+
+    def finish(self, seq_id: int) -> None:
+        self.num_known = 0
+
+
+def test_catching_up_is_no_price_of_guessing() -> None:
+    """Who needs long to catch up and little from then on is asked in every step, if the guesses are right.
+
+    If they are wrong, that may still take no more than its share.
+    """
+    recordings = [Recording(prompt_token_ids=list(range(30)), output_token_ids=list(range(30, 158)))] * 40
+    for hit, least, most, speed in ((coin(0.6), 0.9, 1.0, 1.2), (never, 0.0, 0.02, 0.97)):
+        late = Late("ngram", hit, 5e-5)
+        simulator = Simulator(parse_curve(CPU), {"ngram": late}, clock=partial(getattr, late, "now"))
+        plain, replay = (simulator.run(recordings, config) for config in (NoSpeculation(), NgramConfig()))
+        assert least * replay.num_steps <= replay.num_drafts <= most * replay.num_steps
+        assert plain.seconds / replay.seconds >= speed
 
 
 def test_explicit_numbers_are_drafted_as_given() -> None:
