@@ -12,8 +12,8 @@ FUSE_AT = 512
 """So many rows are fused whether or not anybody asks, to a third of their size; fewer wait until somebody does."""
 MAX_PIECES = 32
 """Steps whose rows are kept as they came; then they are joined, and the steps' memory is let go."""
-SPARE = 8
-"""Up to so many rows of a step are kept alive for each of the sequence's own: not to copy is cheapest."""
+SHARED_ROWS = 64
+"""A step of up to so many rows is kept alive by each of its sequences, which mostly share it: not to copy is cheapest."""
 
 
 class Backlog:
@@ -48,7 +48,7 @@ class Backlog:
         return is_joined
 
     def _append(self, rows: torch.Tensor) -> None:
-        if rows.untyped_storage().nbytes() > SPARE * rows.nbytes:
+        if rows.untyped_storage().nbytes() * rows.size(0) > max(SHARED_ROWS, rows.size(0)) * rows.nbytes:
             rows = rows.clone()
         self._num_raw += rows.size(0)
         self._raw.append(rows)

@@ -102,12 +102,18 @@ class DraftLengthController:
         self.begin(StepLoad(1))
         self._vain_seconds = self._step.plain_seconds
 
-    def begin(self, plain: StepLoad, num_other_rows: int = 0) -> None:
-        """A step that has, if nobody guesses, one row for each decoding sequence, and so many rows of others."""
+    def begin(self, plain: StepLoad, num_other_rows: int = 0, num_others: int = 0) -> None:
+        """A step that has, if nobody guesses, one row for each decoding sequence, and so many rows of others.
+
+        `num_others` sequences wait, or their prompts are being computed: time spent guessing is theirs as well.
+        """
         self._num_steps += 1
         base = plain.plus(num_other_rows, 0)
         seconds = self.costs.seconds(base)
         rate = self._speedup * plain.num_rows / seconds
+        if num_others:
+            everybody = plain.times(1 + num_others / plain.num_rows)
+            rate = max(rate, self._speedup * everybody.num_rows / self.costs.seconds(everybody))
         more = self.costs.seconds(base.plus(2 * plain.num_rows, 0)) - seconds
         self._step = _Step(plain, base, self.costs.seconds(plain), rate, rate * more / (2 * plain.num_rows))
 
@@ -241,7 +247,7 @@ class DraftLengthController:
         # Room for the dearest asking, or it would never be tried again.
         costs = *self._drafting.values(), *self._catching_up.values()
         dearest = max((cost.seconds for cost in costs), default=0.0) + self._overhead.seconds
-        most = 2 * max(step.plain_seconds, dearest)
+        most = 2 * max(step.plain_seconds / step.num_sequences, dearest)
         self._vain_seconds = min(self._vain_seconds + VAIN_SHARE * seconds, most)
         if is_pure:
             self._num_guessed = self._num_guessed + 1 if load.num_rows > step.num_sequences else 0

@@ -50,8 +50,10 @@ class Drafting:
         """Whether some proposer of the sequence learns of features."""
         return bool(self._layers[sequence.seq_id])
 
-    def propose(self, ready: Seq[Sequence], num_other_rows: int) -> dict[int, Draft]:
-        """Drafts by seq_id for all that are `ready`, one row each; `num_other_rows` rows of this step belong to others.
+    def propose(self, ready: Seq[Sequence], num_other_rows: int = 0, num_others: int = 0) -> dict[int, Draft]:
+        """Drafts by seq_id for all that are `ready`, one row each.
+
+        `num_other_rows` rows of this step belong to others, and so many sequences are not ready yet.
 
         The draft length is the controller's; numbers that a config gives explicitly are taken as they stand.
         """
@@ -61,7 +63,7 @@ class Drafting:
         most: list[int] = []
         if ready:
             num_tokens = sum(sequence.num_tokens for sequence in ready)
-            self._controller.begin(StepLoad(len(ready), num_tokens, num_tokens), num_other_rows)
+            self._controller.begin(StepLoad(len(ready), num_tokens, num_tokens), num_other_rows, num_others)
         for sequence in ready:
             if not single_configs(sequence.config):
                 drafts[sequence.seq_id] = Draft.none("disabled")

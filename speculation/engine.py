@@ -149,7 +149,7 @@ class Engine:
         """Plan a step from what is committed, and give it to the device."""
         started = self._clock()
         ready = self._scheduler.ready_for_draft()
-        drafts = self._drafting.propose(ready, self._scheduler.num_rows_behind)
+        drafts = self._drafting.propose(ready, self._scheduler.num_rows_behind, self._scheduler.num_not_ready)
         plan = self._scheduler.plan(drafts)
         self._note_plan(plan, started)
         batch = self._builder.build(plan)

@@ -112,6 +112,11 @@ class Scheduler:
         behind = sum(sequence.num_uncomputed_tokens for sequence in (*self.running, *self.waiting[:1]))
         return min(behind, self.max_num_batched_tokens) - len(self.ready_for_draft())
 
+    @property
+    def num_not_ready(self) -> int:
+        """Sequences that will decode beside those that are ready for a draft, when their prompts are computed."""
+        return min(len(self.running) + len(self.waiting), self.max_num_seqs) - len(self.ready_for_draft())
+
     def plan(self, drafts: Mapping[int, Draft]) -> StepPlan:
         """Plan one step; `drafts` by seq_id. Reserves blocks, admits and preempts, but computes nothing."""
         return _Planning(self, drafts).plan()
