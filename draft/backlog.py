@@ -13,7 +13,7 @@ FUSE_AT = 512
 MAX_PIECES = 32
 """Steps whose rows are kept as they came; then they are joined, and the steps' memory is let go."""
 SHARED_ROWS = 64
-"""A step of up to so many rows is kept alive by each of its sequences, which mostly share it: not to copy is cheapest."""
+"""Steps of up to so many rows are kept alive by each of their sequences, which share them: not to copy is cheapest."""
 
 
 class Backlog:
@@ -25,8 +25,8 @@ class Backlog:
         self.start = 0
         self.end = 0
         self._fused: list[torch.Tensor] = []
-        self._raw: list[torch.Tensor] = []
-        """[n, columns] each, as they came: a step without a draft only appends to them."""
+        self._raw: list[tuple[torch.Tensor, int, int]] = []
+        """Steps' rows, and which of them, as they came: a step without a draft only appends to them."""
         self._num_raw = 0
 
     def add(self, features: Features, fuse: Callable[[torch.Tensor], torch.Tensor]) -> bool:
@@ -34,24 +34,26 @@ class Backlog:
 
         A preemption makes the target compute again what is here already. Behind a prefix hit, features begin late.
         """
-        first, last = features.start, features.start + features.states.size(0)
+        first, last = features.start, features.start + features.num_tokens
         is_joined = first <= self.end
         if not is_joined or last - self.end > self._most:
             self.start = self.end = max(first, last - self._most, self.end)
             self._fused, self._raw, self._num_raw = [], [], 0
         if last > self.end:
-            self._append(features.states if first == self.end else features.states[self.end - first :])
+            self._append(features, self.end - first)
             self.end = last
             self._forget()
         if self._num_raw >= FUSE_AT and (raw := self.raw()) is not None:
             self.set_fused(fuse(raw))
         return is_joined
 
-    def _append(self, rows: torch.Tensor) -> None:
-        if rows.untyped_storage().nbytes() * rows.size(0) > max(SHARED_ROWS, rows.size(0)) * rows.nbytes:
-            rows = rows.clone()
-        self._num_raw += rows.size(0)
-        self._raw.append(rows)
+    def _append(self, features: Features, num_known: int) -> None:
+        first, count = features.first + num_known, features.num_tokens - num_known
+        rows, end = features.rows, first + count
+        if rows.size(0) > max(SHARED_ROWS, count):
+            rows, first, end = rows[first:end].clone(), 0, count
+        self._num_raw += count
+        self._raw.append((rows, first, end))
         if len(self._raw) == MAX_PIECES:
             self.raw()
 
@@ -66,14 +68,20 @@ class Backlog:
             self._fused = [torch.cat(self._fused)[excess:].clone()]
             return
         self._fused = []
-        self._raw = [torch.cat(self._raw)[excess - num_fused :].clone()]
+        raw = self.raw()
+        assert raw is not None
         self._num_raw -= excess - num_fused
+        self._raw = [(raw[excess - num_fused :].clone(), 0, self._num_raw)]
 
     def raw(self) -> torch.Tensor | None:
         """The rows that are not fused yet; to be answered by `set_fused`."""
-        if len(self._raw) > 1:
-            self._raw = [torch.cat(self._raw)]
-        return self._raw[0] if self._raw else None
+        if not self._raw:
+            return None
+        pieces = [rows[first:end] for rows, first, end in self._raw]
+        if len(pieces) > 1:
+            pieces = [torch.cat(pieces)]
+            self._raw = [(pieces[0], 0, self._num_raw)]
+        return pieces[0]
 
     @property
     def fused_end(self) -> int:

@@ -52,8 +52,8 @@ class MedusaProposer:
     def commit(self, seq_id: int, token_ids: Sequence[int], features: Features | None) -> None:
         """The newest feature is all that is kept."""
         last = self._lives.commit(seq_id, len(token_ids))
-        if features is not None and len(features.states):
-            last.index, last.state = features.start + len(features.states) - 1, features.states[-1].clone()
+        if features is not None and features.num_tokens:
+            last.index, last.state = features.start + features.num_tokens - 1, features.states[-1].clone()
 
     def finish(self, seq_id: int) -> None:
         """Nothing of the sequence is kept."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -31,16 +31,28 @@ class DraftContext:
     """Behind paths that together are less likely than this, one more level of guesses does not pay drafting."""
 
 
-@dataclass(frozen=True, slots=True)
-class Features:
+class Features(NamedTuple):
     """Hidden states of consecutive committed tokens of one sequence, just computed by the target."""
 
     start: int
     """Index in the sequence of the first token they belong to. After a preemption tokens are computed again, and after
     a prefix hit they begin behind it, so it need not be where the last ones ended."""
-    states: torch.Tensor
-    """[n, len(needs_features) * hidden size]; of memory that no later step writes to: a proposer may keep it, and
-    with it all rows of the step that it is a view of."""
+    rows: torch.Tensor
+    """[rows, len(needs_features) * hidden size] of a step, those of other sequences among them; of memory that no later
+    step writes to: a proposer may keep it, and with it all rows."""
+    first: int = 0
+    """Of the rows, those in [first, end) are this sequence's; `end` None: up to the last."""
+    end: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """That they belong to."""
+        return (self.rows.size(0) if self.end is None else self.end) - self.first
+
+    @property
+    def states(self) -> torch.Tensor:
+        """[num_tokens, columns], a view of the step's."""
+        return self.rows[self.first : self.end]
 
 
 class Proposer(Protocol):

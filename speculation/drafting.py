@@ -85,17 +85,17 @@ class Drafting:
         """The target followed the nodes of `path`, and none behind them."""
         self._controller.observe(sequence.seq_id, draft, path)
 
-    def commit(self, sequence: Sequence, token_ids: list[int], features: torch.Tensor | None, start: int) -> None:
-        """`token_ids` were appended; `features` [n, all layers' columns] are those of tokens `start`, `start` + 1, …"""
-        mine = None
+    def commit(self, sequence: Sequence, token_ids: list[int], features: Features | None) -> None:
+        """`token_ids` were appended; `features` have the columns of all layers."""
         layers = self._layers[sequence.seq_id]
-        if features is not None and layers:
-            if layers != self._feature_layers:
-                blocks = torch.split(features, self._hidden_size, dim=1)
-                features = torch.cat([blocks[self._feature_layers.index(layer)] for layer in layers], dim=1)
-            mine = Features(start, features)
-        if token_ids or mine is not None:
-            self._roster.commit(sequence.seq_id, token_ids, mine)
+        if not layers:
+            features = None
+        elif features is not None and layers != self._feature_layers:
+            blocks = torch.split(features.states, self._hidden_size, dim=1)
+            mine = torch.cat([blocks[self._feature_layers.index(layer)] for layer in layers], dim=1)
+            features = Features(features.start, mine)
+        if token_ids or features is not None:
+            self._roster.commit(sequence.seq_id, token_ids, features)
 
     def saved_seconds(self, sequence: Sequence, draft: Draft, num_tokens: int) -> float:
         """Estimated time that guessing spared this sequence in this step, against one plain step a token."""

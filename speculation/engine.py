@@ -11,6 +11,7 @@ import torch
 
 from cache_store.block_pool import BlockPool
 from draft.config import AutoConfig, FirstConfig, NoSpeculation, SpeculationConfig, resolve
+from draft.proposer import Features
 from draft.roster import Roster
 from speculation.controller import DraftLengthController
 from speculation.counters import EngineCounters
@@ -269,8 +270,9 @@ class Engine:
         self.pool.commit(sequence.table, sequence.token_ids, sequence.num_computed_tokens)
         features = None
         if forward.features is not None and self._drafting.wants_features(sequence):
-            features = _features_of(rows, path[: max(len(token_ids) - 1, 0)], forward.features)
-        self._drafting.commit(sequence, token_ids, features, computed_from)
+            accepted = path[: max(len(token_ids) - 1, 0)]
+            features = _features_of(rows, accepted, forward.features, computed_from)
+        self._drafting.commit(sequence, token_ids, features)
         if sequence.is_finished:
             self._retire(sequence)
         return None if verdict is None else SequenceResult(rows, path, token_ids)
@@ -325,14 +327,13 @@ class Engine:
         self._counters.note_saved(sequence.counters.saved_seconds)
 
 
-def _features_of(rows: SequenceRows, accepted: tuple[int, ...], features: torch.Tensor) -> torch.Tensor:
+def _features_of(rows: SequenceRows, accepted: tuple[int, ...], features: torch.Tensor, start: int) -> Features:
     """Those of the tokens that are committed and were computed in this step: the chain, then accepted nodes."""
     chain_end = rows.first_row + rows.scheduled.num_chain
-    if accepted == tuple(range(len(accepted))):
-        own = rows.first_row, chain_end + len(accepted)
-        return features if own == (0, features.size(0)) else features[own[0] : own[1]]
+    if not accepted or accepted == tuple(range(len(accepted))):
+        return Features(start, features, rows.first_row, chain_end + len(accepted))
     index = [*range(rows.first_row, chain_end), *(chain_end + node for node in accepted)]
-    return features[to_device(index, features.device)]
+    return Features(start, features[to_device(index, features.device)])
 
 
 def _rejected(request: Submit, code: str, message: str, param: str | None = None) -> Rejected:

@@ -30,7 +30,7 @@ def test_rows_come_back_as_they_were(seed: int, num_others: int) -> None:
         start = max(end - rng.choice((0, 0, 2)), 0)
         end = min(start + rng.choice((3, 4, 5)), len(whole))
         step = torch.cat((whole[start:end], torch.zeros(num_others, WIDTH)))
-        assert backlog.add(Features(start, step[: end - start]), halved)
+        assert backlog.add(Features(start, step, 0, end - start), halved)
         if rng.random() < 0.02 and (raw := backlog.raw()) is not None:
             backlog.set_fused(halved(raw))
     if (raw := backlog.raw()) is not None:
@@ -44,8 +44,8 @@ def test_other_rows_of_a_step_are_not_kept_alive_for_long(num_others: int, num_s
     backlog = Backlog(1000)
     for index in range(200):
         step = torch.randn(1 + num_others, WIDTH)
-        backlog.add(Features(index, step[:1]), halved)
-    storages = {piece.untyped_storage().data_ptr(): piece.untyped_storage().nbytes() for piece in backlog._raw}
+        backlog.add(Features(index, step, 0, 1), halved)
+    storages = {piece.untyped_storage().data_ptr(): piece.untyped_storage().nbytes() for piece, _, _ in backlog._raw}
     assert sum(storages.values()) <= (200 + num_spare) * WIDTH * 4
 
 
