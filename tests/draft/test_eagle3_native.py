@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from draft.config import Eagle3Config, NoSpeculation
 from draft.eagle3 import Eagle3Proposer
 from draft.eagle3_head import ChainWish, Eagle3Architecture, Eagle3Head, FeatureNorm, Level
 from draft.eagle3_native import NativeEagle3Head, native_head_obstacle
+from draft.proposer import DraftContext, Features
 from draft.roster import Roster
 from speculation.controller import DraftLengthController
 from speculation.cost_model import StepCostModel
@@ -114,6 +117,48 @@ def test_a_chain_in_one_call_is_what_call_after_call_says(norm_output: bool, num
             assert chances == pytest.approx(wanted_chances, rel=1e-4)
     assert torch.equal(native.fuse(features), hidden)
     native.close()
+
+
+class LevelByLevel:
+    """A native head that is not known to draft whole chains."""
+
+    def __init__(self, head: NativeEagle3Head) -> None:
+        self.config, self.target_ids, self.kv_pool = head.config, head.target_ids, head.kv_pool
+        self.fuse, self.forward = head.fuse, head.forward
+
+
+@pytest.mark.skipif(native_head_obstacle(tiny_architecture(SHAPE), 16) is not None, reason="not this processor")
+def test_drafts_are_the_same_in_one_call_and_level_by_level() -> None:
+    """Of two sequences that grow by a few tokens, by chance asked for drafts or not, preempted and computed again."""
+    architecture = tiny_architecture(SHAPE, feature_norm="each")
+    native, other = (heads_of(architecture, 1)[1] for _ in range(2))
+    at_once = Eagle3Proposer(native, eos_token_ids=())
+    by_level = Eagle3Proposer(LevelByLevel(other), eos_token_ids=())
+    rng = random.Random(4)
+    texts = [[rng.randrange(SHAPE.vocab_size) for _ in range(60)] for _ in range(2)]
+    states = torch.randn(2, 60, 3 * SHAPE.hidden_size, generator=torch.Generator().manual_seed(5))
+    ends = [5, 1]
+    for proposer in (at_once, by_level):
+        for i in range(2):
+            proposer.start(i, texts[i][: ends[i]])
+    num_drafts = 0
+    while max(ends) < 50:
+        more = [rng.randrange(1, 4) for _ in range(2)]
+        for i in range(2):
+            again = rng.choice((0, 0, 2))
+            first, last = max(ends[i] - 1 - again, 0), ends[i] + more[i] - 1
+            for proposer in (at_once, by_level):
+                proposer.commit(i, texts[i][ends[i] : ends[i] + more[i]], Features(first, states[i, first:last]))
+            ends[i] += more[i]
+        if rng.random() < 0.7:
+            greedy, config = SamplingParams(temperature=0.0), Eagle3Config(num_speculative_tokens=rng.choice((1, 3)))
+            contexts = [DraftContext(i, texts[i][: ends[i]], 1, greedy, config) for i in range(2)]
+            drafts = [proposer.propose(contexts, [3, 3]) for proposer in (at_once, by_level)]
+            assert [draft.token_ids for draft in drafts[0]] == [draft.token_ids for draft in drafts[1]]
+            num_drafts += sum(map(bool, drafts[0]))
+    assert num_drafts > 10
+    native.close()
+    other.close()
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:

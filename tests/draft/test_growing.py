@@ -67,3 +67,28 @@ def test_unlikely_paths_and_stop_tokens_end() -> None:
     hopeless.grow([(-1, [10, 11], [0.5, 0.3])])
     assert hopeless.next_nodes() == []
     assert hopeless.draft("test").token_ids == (10,)
+
+
+def test_a_level_that_is_unlikely_as_a_whole_gets_no_other_behind_it() -> None:
+    """Two nodes that together reach the least chance are guessed behind; one below it is not, but is drafted."""
+
+    def tree() -> GrowingTree:
+        return GrowingTree(limit=8, depth=4, width=4, min_chance=0.1, stops=NO_STOPS, min_reach=0.6)
+
+    likely = tree()
+    likely.grow([(-1, [10, 11], [0.4, 0.3])])
+    assert likely.next_nodes() == [0, 1]
+    unlikely = tree()
+    unlikely.grow([(-1, [10], [0.55])])
+    assert unlikely.next_nodes() == []
+    assert unlikely.draft("test").token_ids == (10,)
+
+
+def test_levels_stand_each_behind_the_likeliest_guess_of_the_one_before() -> None:
+    """A chain with siblings; where the likeliest guess is not kept, what comes behind it is not either."""
+    tree = GrowingTree(limit=8, depth=4, width=2, min_chance=0.1, stops=NO_STOPS)
+    tree.grow_along([([10, 11], [0.6, 0.3]), ([20, 21], [0.5, 0.4]), ([30, 31], [0.2, 0.1]), ([40], [1.0])])
+    draft = tree.draft("test")
+    assert draft.token_ids == (10, 11, 20, 21)
+    assert draft.parents == (-1, -1, 0, 0)
+    assert draft.confidences == pytest.approx((0.6, 0.3, 0.3, 0.24))

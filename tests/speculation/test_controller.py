@@ -443,6 +443,31 @@ def test_rows_of_long_sequences_cost_more() -> None:
         assert len(control.trim([long], [draft])[0]) == expected
 
 
+def test_a_level_has_to_pay_what_it_costs() -> None:
+    """Where another level takes 0.4 steps, only paths are guessed behind that make up for it; where it is free, all."""
+    cheap, dear = controller_on("1:5,8:5"), controller_on("1:5,8:5")
+    asking = context(0, Eagle3Config())
+    for i in range(40):
+        depth = 1 + i % 4
+        drafts = [Draft.chain(tuple(range(depth)), "eagle3", confidences=(0.9,) * depth)]
+        cheap.note_drafting("eagle3", drafts, 0.002)
+        dear.note_drafting("eagle3", drafts, 0.001 + 0.002 * depth)
+    assert cheap.min_reach(asking, "eagle3") == pytest.approx(0.0, abs=0.01)
+    assert 0.5 < dear.min_reach(asking, "eagle3") < 1.0
+
+
+def test_time_is_also_of_those_whose_prompts_are_computed() -> None:
+    """One sequence guesses while a long prompt fills the step; with seven more to come, what it asks for is dear."""
+    prices = []
+    for num_others in (0, 7):
+        control = controller_on("1:5,8:8,512:200")
+        control.begin(StepLoad(1), 511, num_others)
+        control.note_drafting("eagle3", [Draft.chain((1,), "eagle3", confidences=(0.9,))], 0.002)
+        prices.append(-control.hope(context(0, Eagle3Config()), "eagle3"))
+    assert prices[0] == pytest.approx(0.002 / 0.2 - 0.3, abs=0.01)
+    assert prices[1] == pytest.approx(8 * 0.002 / 0.008 - 0.3, abs=0.05)
+
+
 def test_a_finished_sequence_is_forgotten() -> None:
     """Nothing is kept of a sequence but what its class learned; one that was never seen may finish, too."""
     control = controller_on(CPU)
