@@ -40,6 +40,7 @@ from speculation.messages import (
     Drain,
     Event,
     Prefer,
+    Ready,
     Rejected,
     SequenceOutput,
     StepOutputs,
@@ -195,6 +196,17 @@ def configure_logs(level: str) -> None:
     )
 
 
+class _Refused(Exception):
+    """Settings, or the files they name, cannot be served; the message says which and why."""
+
+
+def _assemble(settings: EngineSettings) -> tuple[Engine, Ready]:
+    try:
+        return assemble(settings)
+    except (ValueError, OSError) as error:
+        raise _Refused(str(error)) from error
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one engine until its front is gone. Exit status 1 if it could not load or a step failed."""
     parser = argparse.ArgumentParser(prog="python -m speculation.worker", description=__doc__)
@@ -208,7 +220,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(arguments.socket)
-            engine, ready = assemble(settings)
+            engine, ready = _assemble(settings)
             # What is loaded stays: a full collection would walk over all of it in the middle of a step.
             gc.collect()
             gc.freeze()
@@ -222,6 +234,10 @@ def main(argv: list[str] | None = None) -> int:
             ).run()
     except BrokenPipeError:
         log.info("front_gone")
+    except _Refused as refusal:
+        log.error("engine_refused", error=str(refusal))
+        log.debug("engine_refused", exc_info=refusal)
+        return 1
     except Exception as error:
         log.exception("engine_failed", error=str(error))
         return 1

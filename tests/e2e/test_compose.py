@@ -85,6 +85,7 @@ async def test_without_a_device_the_gpu_service_says_so(
     async with asyncio.timeout(120):
         assert await process.wait() == 1
     assert "device is 'cuda', but torch sees no CUDA device; 'auto' or 'cpu' would work" in log.read_text()
+    assert "Traceback" not in log.read_text()
 
 
 async def test_the_pool_serves_with_the_engines_it_finds(deployment: Deployment) -> None:
