@@ -18,10 +18,12 @@ from cache_store.block_pool import BlockPool, BlockTable
 from cache_store.hashing import block_hash, root_hash
 from draft.backlog import Backlog
 from draft.eagle3_head import ChainHead, ChainWish, PairHead
+from draft.growing import TREE_WIDTH
 from draft.growth import Growth, grow
 from draft.proposer import DraftContext, Features
 from draft.tree import Draft
 from target.layout import BatchEntry, lay_out
+from target.noise import noise_keys
 
 
 @dataclass(slots=True, eq=False)
@@ -53,18 +55,24 @@ class _PairGrowth(Growth):
 
     @property
     def is_simple(self) -> bool:
-        """Whether its levels are each behind the likeliest guess of the one before, and say no more than the logits.
+        """Whether its levels are each behind the likeliest guess of the one before.
 
         So are chains, and trees whose size nobody has asked for: what stands beside the chain comes for nothing, and
         what would stand behind that seldom pays.
         """
         is_near = self.num_pairs - self.state.num_computed <= _FIRST_GUESS_PAIRS
-        return is_near and not (self.bounds.is_fixed and self.tree.width > 1) and self.context.sampling.is_argmax
+        return is_near and not (self.bounds.is_fixed and self.tree.width > 1) and not self.context.sampling.has_edits
 
     @property
     def wish(self) -> ChainWish:
+        """Filters (top_p and so on) are left out: what they cut off is seldom the choice."""
+        depth, sampling = self.tree.depth, self.context.sampling
         min_chance = max(self.context.min_confidence, self.context.min_reach)
-        return ChainWish(self.tree.depth, min_chance, self.stops)
+        if sampling.is_greedy:
+            return ChainWish(depth, min_chance, self.stops)
+        positions = len(self.context.token_ids) + np.arange(depth)
+        keys = noise_keys(np.full(depth, sampling.seed, np.uint64), positions).tolist()
+        return ChainWish(depth, min_chance, self.stops, sampling.temperature, keys)
 
 
 class Eagle3Proposer:
@@ -177,8 +185,11 @@ class Eagle3Proposer:
             if (rows := backlog.raw()) is not None:
                 raw.append(rows)
             starts.append(offset + backlog.end - first_raw)
-        batch, width = lay_out(entries, self.pool.block_size), max(growth.tree.width for growth in growths)
-        wishes = [growth.wish for growth in growths]
+        batch, wishes = lay_out(entries, self.pool.block_size), [growth.wish for growth in growths]
+        # How likely a guess is with noise shows only beside others.
+        width = max(
+            TREE_WIDTH if wish.keys else growth.tree.width for growth, wish in zip(growths, wishes, strict=True)
+        )
         fused, levels = head.guess(batch, hidden, torch.cat(raw), np.array(sources, np.int64), wishes, width)
         for growth, guesses, (start, end) in zip(growths, levels, pairwise(starts), strict=True):
             if start < end:

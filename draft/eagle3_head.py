@@ -115,10 +115,17 @@ class ChainWish:
     """Behind a path that is less likely nothing is guessed."""
     stops: Collection[int]
     """The target's ids of tokens behind which nothing is guessed."""
+    temperature: float = 0.0
+    """0: the likeliest tokens are wanted; else those that the target's noise at this temperature prefers."""
+    keys: Sequence[int] = ()
+    """[depth] of that noise, see `target.noise.noise_keys`."""
 
 
 Level = tuple[list[int], list[float]]
-"""Candidates for one place, likeliest first: the target's token ids, and how likely each is behind the path there."""
+"""Candidates for one place, likeliest first: the target's token ids, and how likely each is behind the path there.
+
+With noise, against the other candidates.
+"""
 
 
 @runtime_checkable

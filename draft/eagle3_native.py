@@ -297,14 +297,20 @@ class _Guessing:
         count, num_levels = len(wishes), max(wish.depth for wish in wishes)
         stops = [token_id for wish in wishes for token_id in wish.stops]
         stop_starts = [0, *accumulate(len(wish.stops) for wish in wishes)]
-        self._integers = np.array(
-            [*(wish.depth for wish in wishes), *stop_starts, *stops, *range(count), *([0] * count)], np.int64
+        keys = (
+            [wish.keys[level] if level < len(wish.keys) else 0 for level in range(num_levels) for wish in wishes]
+            if any(wish.keys for wish in wishes)
+            else []
         )
-        self._floats = np.array([*(wish.min_chance for wish in wishes), *([1.0] * count)], np.float32)
+        self._integers = np.array(
+            [*(wish.depth for wish in wishes), *stop_starts, *stops, *keys, *range(count), *([0] * count)], np.int64
+        )
+        floats = [*(wish.min_chance for wish in wishes), *(wish.temperature for wish in wishes), *([1.0] * count)]
+        self._floats = np.array(floats, np.float32)
         self._token_ids = np.empty((num_levels, count, width), np.int64)
         self._chances = np.empty((num_levels, count, width), np.float32)
-        integers, floats = address_of(self._integers), address_of(self._floats)
-        behind = integers + 8 * (2 * count + 1 + len(stops))
+        integers, singles = address_of(self._integers), address_of(self._floats)
+        behind = integers + 8 * (2 * count + 1 + len(stops) + len(keys))
         self.fields = {
             "num_levels": num_levels,
             "num_sequences": count,
@@ -312,10 +318,12 @@ class _Guessing:
             "depths": integers,
             "stop_starts": integers + 8 * count,
             "stops": integers + 8 * (2 * count + 1),
+            "keys": behind - 8 * len(keys),
             "rows": behind,
             "counts": behind + 8 * count,
-            "min_chances": floats,
-            "reached": floats + 4 * count,
+            "min_chances": singles,
+            "temperatures": singles + 4 * count,
+            "reached": singles + 8 * count,
             "token_ids": address_of(self._token_ids),
             "chances": address_of(self._chances),
         }

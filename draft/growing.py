@@ -67,10 +67,13 @@ class GrowingTree:
                     self.chances.append(reached * chance)
 
     def grow_along(self, levels: Sequence[tuple[Sequence[int], Sequence[float]]]) -> None:
-        """Level after level, each behind the likeliest guess of the one before: token ids and how likely each is."""
+        """Level after level, each behind the likeliest guess of the one before: token ids and how likely each is.
+
+        As many of each as the tree is wide.
+        """
         parent = -1
         for token_ids, chances in levels:
-            self.grow([(parent, token_ids, chances)])
+            self.grow([(parent, token_ids[: self._width], chances[: self._width])])
             if self._newest == len(self.token_ids):
                 return
             parent = self._newest

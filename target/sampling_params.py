@@ -43,9 +43,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature < GREEDY_BELOW
 
     @property
-    def is_argmax(self) -> bool:
-        """Whether the choice is the largest logit as the model gives it."""
-        return self.is_greedy and not (self.logit_bias or self.has_penalties or self.min_tokens)
+    def has_edits(self) -> bool:
+        """Whether logits may be edited before the choice: by a bias, penalties, or stop tokens that come too early."""
+        return bool(self.logit_bias) or self.has_penalties or self.min_tokens > 0
 
     @property
     def has_penalties(self) -> bool:

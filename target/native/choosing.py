@@ -99,7 +99,7 @@ def _hash(z: int) -> int:
 
 
 @native
-def _gumbel(key: int, token_id: int) -> float:
+def noise_of(key: int, token_id: int) -> float:
     """The noise of a token: see `target.noise.gumbel`."""
     bits = _hash(key + np.uint64(token_id + 1) * GOLDEN) >> np.uint64(11)
     return -math.log(-math.log((np.float64(bits) + 0.5) * 2.0**-53))
@@ -115,7 +115,7 @@ def _relative(row: int, token_id: int, temperature: float, peak: float) -> float
 def _choose_any(row: int, size: int, best: int, temperature: float, key: int) -> int:
     """The choice where every token is a candidate; `best` is the likeliest."""
     peak = load_float(row + 4 * best) / temperature
-    best_score = 0.0 + _gumbel(key, best)
+    best_score = 0.0 + noise_of(key, best)
     whole = size // 16 * 16
     divisor, peaks = broadcast(temperature), broadcast(peak)
     for i in range(0, whole, 16):
@@ -124,11 +124,11 @@ def _choose_any(row: int, size: int, best: int, temperature: float, key: int) ->
         while lanes:
             token_id = i + first_lane(lanes)
             lanes &= lanes - 1
-            score = np.float64(_relative(row, token_id, temperature, peak)) + _gumbel(key, token_id)
+            score = np.float64(_relative(row, token_id, temperature, peak)) + noise_of(key, token_id)
             if score > best_score or (score == best_score and token_id < best):
                 best, best_score = token_id, score
     for token_id in range(whole, size):
-        score = np.float64(_relative(row, token_id, temperature, peak)) + _gumbel(key, token_id)
+        score = np.float64(_relative(row, token_id, temperature, peak)) + noise_of(key, token_id)
         if score > best_score:
             best, best_score = token_id, score
     return best
@@ -147,7 +147,7 @@ def _choose_filtered(row: int, size: int, best: int, p: Any, held: npt.NDArray[n
     best_score = -np.inf
     for j in range(count):
         token_id = np.int64(held[j] & np.uint64(0xFFFFFFFF))
-        score = _value(held[j]) + _gumbel(p.key, token_id)
+        score = _value(held[j]) + noise_of(p.key, token_id)
         if score > best_score or (score == best_score and token_id < best):
             best, best_score = token_id, score
     return best

@@ -13,6 +13,7 @@ import numpy as np
 
 from target.native.attention_tiles import TILE
 from target.native.choice_lanes import first_lane, lanes_at_least
+from target.native.choosing import noise_of
 from target.native.compiling import native
 from target.native.rows import copy, normalise
 from target.native.threads import take_task
@@ -29,6 +30,11 @@ from target.native.vectors import (
 )
 
 Record = Any
+
+OUTSTANDING = np.float32(8)
+"""One token in 3,000 has a noise above this."""
+LOWEST = np.float32(-4)
+"""Of the scores that may be among the best: those without noise are 0 at most, and of a few tokens some have some."""
 
 
 class GuessRecord(NamedTuple):
@@ -47,6 +53,10 @@ class GuessRecord(NamedTuple):
     """[S] levels wanted."""
     min_chances: int
     """[S] floats: behind a path less likely than this nothing is guessed."""
+    temperatures: int
+    """[S] floats; 0: the likeliest is chosen, else noise is added to the logits over this."""
+    keys: int
+    """[num_levels, S] of the noise of each place."""
     stops: int
     """Token ids behind which nothing is guessed: of sequence s those in [stop_starts[s], stop_starts[s + 1])."""
     stop_starts: int
@@ -55,7 +65,7 @@ class GuessRecord(NamedTuple):
     token_ids: int
     """[num_levels, S, width] the candidates, likeliest first."""
     chances: int
-    """[num_levels, S, width] floats: how likely each is behind the path that it extends."""
+    """[num_levels, S, width] floats: how likely each is behind the path that it extends, with the noise if any."""
     counts: int
     """[S] levels guessed."""
     reached: int
@@ -76,12 +86,42 @@ def rank_rows(model: Record, batch: Record, guess: Record, level: int, thread: i
         token_ids, chances = guess.token_ids + 8 * guess.width * place, guess.chances + 4 * guess.width * place
         logits = batch.logits + batch.logits_stride * row
         _best_columns(logits, guess.num_columns, guess.width, token_ids, chances)
-        total = _mass(logits, guess.num_columns, load_float(chances))
+        temperature = load_float(guess.temperatures + 4 * sequence)
+        if temperature > 0:
+            key = np.uint64(load_integer(64, guess.keys + 8 * place))
+            _best_with_noise(logits, guess, temperature, key, token_ids, chances)
+            total = 0.0
+            for i in range(guess.width):
+                total += math.exp(load_float(chances + 4 * i) - load_float(chances))
+        else:
+            total = _mass(logits, guess.num_columns, load_float(chances))
         peak = load_float(chances)
         for i in range(guess.width):
             column = load_integer(64, token_ids + 8 * i)
             store_integer(token_ids + 8 * i, load_integer(64, guess.target_ids + 8 * column))
             store_float(chances + 4 * i, np.float32(math.exp(load_float(chances + 4 * i) - peak) / total))
+
+
+@native
+def _best_with_noise(logits: int, guess: Record, temperature: float, key: int, columns: int, values: int) -> None:
+    """Replace the candidates by those with the highest scores, logit over temperature plus noise.
+
+    Only of tokens that an outstanding noise could lift among them, which most are not.
+    """
+    peak, last = load_float(values) / temperature, values + 4 * (guess.width - 1)
+    for i in range(guess.width):
+        store_float(values + 4 * i, np.float32(-np.inf))
+    for start in range(0, guess.num_columns, 16):
+        chunk = keep_first(load(logits + 4 * start), guess.num_columns - start, np.float32(-np.inf))
+        bound = max(load_float(last), LOWEST) - OUTSTANDING
+        lanes = lanes_at_least(chunk / broadcast(temperature) - broadcast(peak), broadcast(bound))
+        while lanes:
+            column = start + first_lane(lanes)
+            lanes &= lanes - 1
+            noise = noise_of(key, load_integer(64, guess.target_ids + 8 * column))
+            score = np.float32(load_float(logits + 4 * column) / temperature - peak + noise)
+            if score > load_float(last):
+                _insert(column, score, guess.width, columns, values)
 
 
 @native

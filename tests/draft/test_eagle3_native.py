@@ -22,6 +22,7 @@ from speculation.messages import SamplingParams, Submit
 from target.batch import ForwardBatch
 from target.layout import BatchEntry, lay_out
 from target.native.tiles import Q8
+from target.noise import gumbel, noise_keys
 from tests.speculation.test_engine import Run
 from tests.tiny_head import tiny_architecture, tiny_head_weights
 from tests.tiny_model import TINY, tiny_runner
@@ -116,6 +117,33 @@ def test_a_chain_in_one_call_is_what_call_after_call_says(norm_output: bool, num
             assert ids == wanted_ids
             assert chances == pytest.approx(wanted_chances, rel=1e-4)
     assert torch.equal(native.fuse(features), hidden)
+    native.close()
+
+
+@pytest.mark.skipif(native_head_obstacle(tiny_architecture(SHAPE), 16) is not None, reason="not this processor")
+def test_guesses_of_requests_that_sample_are_those_that_the_noise_prefers() -> None:
+    """At two temperatures beside a greedy sequence, the first is almost always the one with the highest noisy logit."""
+    architecture = tiny_architecture(SHAPE)
+    _, native = heads_of(architecture, 1)
+    temperatures, seeds = (0.8, 0.0, 1.3), (7, 8, 9)
+    num_right = 0
+    for start in range(40):
+        generator = torch.Generator().manual_seed(start)
+        features = torch.randn(3, 3 * SHAPE.hidden_size, generator=generator) * 3
+        batch = lay_out([BatchEntry(start, [i], [1 + 2 * i, 2 + 2 * i, 7], logits_from=0) for i in range(3)], 16)
+        keys = noise_keys(np.array(seeds, np.uint64), np.full(3, start))
+        wishes = [ChainWish(1, 0.0, (), t, keys[i : i + 1].tolist() if t else ()) for i, t in enumerate(temperatures)]
+        logits, _ = native.forward(batch, native.fuse(features))
+        _, found = native.guess(batch, torch.empty(3, SHAPE.hidden_size), features, np.arange(3), wishes, 8)
+        noise = gumbel(torch.from_numpy(keys)[:, None], native.target_ids)
+        for i, temperature in enumerate(temperatures):
+            scores = logits[i].double() / temperature + noise[i] if temperature else logits[i].double()
+            (ids, chances), right = found[i][0], int(native.target_ids[scores.argmax()])
+            num_right += ids[0] == right
+            best = scores.topk(8 if temperature else len(scores)).values
+            if ids[0] == right:
+                assert chances[0] == pytest.approx(float(best.softmax(0)[0]), rel=0.05)
+    assert num_right >= 117
     native.close()
 
 
