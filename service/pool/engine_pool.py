@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from statistics import mean
 
 import structlog
 
@@ -254,7 +255,7 @@ class EnginePool:
 
     def _quote(self, member: Member, num_prompt: int, num_held: int) -> Quote:
         num_cached = num_held * member.ready.block_size if member.ready is not None else 0
-        load = member.load(self._typical_tokens)
+        load = member.load(self._typical_tokens, self._prefill_rate(member.kind))
         return Quote(
             engine_id=member.engine_id,
             num_cached_tokens=num_cached,
@@ -262,6 +263,15 @@ class EnginePool:
             compute_seconds=load.compute_seconds(num_prompt - num_cached),
             num_live=load.num_live,
         )
+
+    def _prefill_rate(self, kind: str) -> float:
+        """What engines of a kind compute a second, at the mean of those that say so.
+
+        Not each its own: an engine that was slow once, because others took its cores or its prompts were short, would
+        get no more prompts to show that it no longer is.
+        """
+        rates = [member.prefill_rate for member in self.serving if member.kind == kind and member.prefill_rate > 0.0]
+        return mean(rates) if rates else 0.0
 
     def _candidates(self, flight: Flight) -> list[Member]:
         """Engines that may have a sequence now."""

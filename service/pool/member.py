@@ -98,8 +98,22 @@ class Member:
         ready = self.ready
         return 0 if ready is None else min(ready.max_model_len, (ready.num_blocks - 1) * ready.block_size)
 
-    def load(self, typical_tokens: float) -> Load:
-        """What it has before it. `typical_tokens` is what a prompt costs of which nothing is known."""
+    @property
+    def kind(self) -> str:
+        """The same for engines that compute the same in the same way."""
+        return self.ready.description if self.ready is not None else ""
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens a second, as it last measured; 0 before it has."""
+        stats = self.totals.latest
+        return stats.prefill_tokens_per_second if stats else 0.0
+
+    def load(self, typical_tokens: float, prefill_rate: float) -> Load:
+        """What it has before it. `typical_tokens` is what a prompt costs of which nothing is known.
+
+        `prefill_rate` is how fast it is taken to be, 0 if that is not known.
+        """
         stats = self.totals.latest
         prefilling = [flight for flight in self.flights.values() if flight.is_prefilling]
         foreign_waiting = max((stats.num_waiting if stats else 0) - len(prefilling), 0)
@@ -108,7 +122,7 @@ class Member:
             pending_tokens=sum(flight.num_uncached_tokens for flight in prefilling) + foreign_waiting * typical_tokens,
             num_live=len(self.flights) + foreign,
             max_num_seqs=self.ready.max_num_seqs if self.ready is not None else 0,
-            prefill_tokens_per_second=stats.prefill_tokens_per_second if stats else 0.0,
+            prefill_tokens_per_second=prefill_rate,
             sequence_seconds=self.sequence_seconds,
         )
 

@@ -209,7 +209,7 @@ async def test_a_probe_learns_nothing_of_another_tenant_s_prompt() -> None:
         async with pool.pool.submit([guess]):
             holder = pool.holder("probe")
             flight = holder.member.flights["probe"]
-            ttft = holder.member.load(0.0).predict_ttft(0)
+            ttft = holder.member.load(0.0, 0.0).predict_ttft(0)
             return holder.member.engine_id, flight.num_uncached_tokens, ttft
 
     assert await probe(list(range(320))) == await probe(list(range(320, 0, -1)))

@@ -11,6 +11,7 @@ import pytest
 from cache_store.metadata import BlockBatch, EngineStatus
 from service.pool.member import Member
 from service.pool.routing import LeastTtft, Load, PrefixOnly, Quote, RandomRouting, RoundRobin, Routing
+from service.pool.statistics import NOTHING
 from speculation.messages import BlocksChanged
 from tests.service.pool.conftest import READY, Pool, make_pool, output, submit
 
@@ -183,3 +184,17 @@ async def test_a_burst_of_one_prefix_stays_together_until_it_is_too_much() -> No
             stream = pool.pool.submit([submit(f"{number}", prompt=[*prefix, number, number])])
             async with stream:
                 assert pool.holder(f"{number}") is home
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("cuda", 1), ("cpu", 0)])
+async def test_engines_of_a_kind_are_taken_to_be_as_fast(kind: str, expected: int) -> None:
+    """A rate that is low for its moment keeps nobody from an idle engine; that of a slower kind does."""
+    pool = make_pool(2, LeastTtft())
+    pool.engines[0].member.attach(msgspec.structs.replace(READY, description="cuda"), lambda _command: None)
+    pool.engines[1].member.attach(msgspec.structs.replace(READY, description=kind), lambda _command: None)
+    for engine, rate in zip(pool.engines, (10_000.0, 1000.0), strict=True):
+        engine.member.dispatch(msgspec.structs.replace(NOTHING, prefill_tokens_per_second=rate))
+    async with pool.pool.submit([submit("busy", prompt=list(range(300)))]):
+        assert pool.holder("busy") is pool.engines[0]
+        async with pool.pool.submit([submit("next", prompt=list(range(300, 600)))]):
+            assert pool.holder("next") is pool.engines[expected]
