@@ -51,7 +51,7 @@ class NativeEagle3Head:
     """A `draft.eagle3_head.ChainHead` whose weights are groups of 32: of 4 bits in the layer, of 8 in the output head.
 
     A guess has to be read from memory like a step of the target, so that bits are time. Measured on the shipped head,
-    4 bits in the layer lose 0.2 % of the tokens a step, and in the output head another 1 %.
+    4 bits in the layer lose 0.2 to 1 % of the tokens a step, and in the output head another 1 %.
     Owns `num_threads - 1` threads, which sleep between calls.
     """
 
