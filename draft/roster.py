@@ -215,6 +215,7 @@ def _asking(context: DraftContext, method: str, control: DraftControl) -> DraftC
     """The context as one of its config's proposers sees it. A size that the user chose is drafted to its end."""
     config = config_of(context.config, method)
     is_fixed = bounds_of(config).is_fixed
+    goes_on = is_fixed or method in MODEL_FREE_METHODS
     return DraftContext(
         context.seq_id,
         context.token_ids,
@@ -223,7 +224,7 @@ def _asking(context: DraftContext, method: str, control: DraftControl) -> DraftC
         config,
         context.cache_salt,
         0.0 if is_fixed else control.min_confidence(context),
-        0.0 if is_fixed else control.min_reach(context, method),
+        0.0 if goes_on else control.min_reach(context, method),
     )
 
 

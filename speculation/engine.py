@@ -149,8 +149,9 @@ class Engine:
     def launch(self) -> LaunchedStep:
         """Plan a step from what is committed, and give it to the device."""
         started = self._clock()
-        ready = self._scheduler.ready_for_draft()
-        drafts = self._drafting.propose(ready, self._scheduler.num_rows_behind, self._scheduler.num_not_ready)
+        scheduler, ready = self._scheduler, self._scheduler.ready_for_draft()
+        others = scheduler.num_rows_behind(len(ready)), scheduler.num_not_ready(len(ready))
+        drafts = self._drafting.propose(ready, *others)
         plan = self._scheduler.plan(drafts)
         self._note_plan(plan, started)
         batch = self._builder.build(plan)

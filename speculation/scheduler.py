@@ -106,16 +106,14 @@ class Scheduler:
         """Sequences whose next step yields tokens, so that a guess could be verified in it."""
         return [sequence for sequence in self.running if sequence.is_decoding]
 
-    @property
-    def num_rows_behind(self) -> int:
-        """Rows that prompts, about, will have in the next step."""
+    def num_rows_behind(self, num_ready: int) -> int:
+        """Rows that prompts, about, will have in the next step beside so many sequences that are ready for a draft."""
         behind = sum(sequence.num_uncomputed_tokens for sequence in (*self.running, *self.waiting[:1]))
-        return min(behind, self.max_num_batched_tokens) - len(self.ready_for_draft())
+        return min(behind, self.max_num_batched_tokens) - num_ready
 
-    @property
-    def num_not_ready(self) -> int:
-        """Sequences that will decode beside those that are ready for a draft, when their prompts are computed."""
-        return min(len(self.running) + len(self.waiting), self.max_num_seqs) - len(self.ready_for_draft())
+    def num_not_ready(self, num_ready: int) -> int:
+        """Sequences that will decode beside those, when their prompts are computed."""
+        return min(len(self.running) + len(self.waiting), self.max_num_seqs) - num_ready
 
     def plan(self, drafts: Mapping[int, Draft]) -> StepPlan:
         """Plan one step; `drafts` by seq_id. Reserves blocks, admits and preempts, but computes nothing."""

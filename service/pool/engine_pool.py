@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 
 import structlog
@@ -243,7 +243,8 @@ class EnginePool:
             return
         self._waiting.pop(flight.request_id, None)
         num_prompt = len(flight.submit.prompt_token_ids)
-        quotes = [self._quote(member, num_prompt, held.get(member.engine_id, 0)) for member in candidates]
+        rates = self._prefill_rates()
+        quotes = [self._quote(each, rates, num_prompt, held.get(each.engine_id, 0)) for each in candidates]
         quote = self._routing.choose(quotes)
         flight.num_uncached_tokens = num_prompt - quote.num_cached_tokens
         if not flight.stream.is_internal:
@@ -253,9 +254,9 @@ class EnginePool:
         self._prefixes.sent(member, flight.hashes)
         member.take(flight, flight.remainder())
 
-    def _quote(self, member: Member, num_prompt: int, num_held: int) -> Quote:
+    def _quote(self, member: Member, rates: Mapping[str, float], num_prompt: int, num_held: int) -> Quote:
         num_cached = num_held * member.ready.block_size if member.ready is not None else 0
-        load = member.load(self._typical_tokens, self._prefill_rate(member.kind))
+        load = member.load(self._typical_tokens, rates.get(member.kind, 0.0))
         return Quote(
             engine_id=member.engine_id,
             num_cached_tokens=num_cached,
@@ -264,14 +265,17 @@ class EnginePool:
             num_live=load.num_live,
         )
 
-    def _prefill_rate(self, kind: str) -> float:
-        """What engines of a kind compute a second, at the mean of those that say so.
+    def _prefill_rates(self) -> dict[str, float]:
+        """What engines of each kind compute a second, at the mean of those that say so.
 
         Not each its own: an engine that was slow once, because others took its cores or its prompts were short, would
         get no more prompts to show that it no longer is.
         """
-        rates = [member.prefill_rate for member in self.serving if member.kind == kind and member.prefill_rate > 0.0]
-        return mean(rates) if rates else 0.0
+        rates: dict[str, list[float]] = {}
+        for member in self.serving:
+            if member.prefill_rate > 0.0:
+                rates.setdefault(member.kind, []).append(member.prefill_rate)
+        return {kind: mean(known) for kind, known in rates.items()}
 
     def _candidates(self, flight: Flight) -> list[Member]:
         """Engines that may have a sequence now."""

@@ -12,7 +12,7 @@ from draft.config import DraftModelConfig, NgramConfig
 from draft.draft_model import DraftModelProposer
 from draft.proposer import DraftContext
 from speculation.messages import SamplingParams, Submit
-from tests.speculation.test_engine import SAMPLINGS, Run, engine_with, plain_loop, request_of
+from tests.speculation.running import SAMPLINGS, Run, engine_with, plain_loop, request_of
 from tests.speculation.token_runner import VOCAB_SIZE, TokenRunner
 
 

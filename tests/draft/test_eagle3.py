@@ -19,7 +19,7 @@ from speculation.cost_model import StepCostModel
 from speculation.engine import Engine
 from speculation.messages import SamplingParams
 from target.layout import BatchEntry, lay_out
-from tests.speculation.test_engine import Run
+from tests.speculation.running import Run
 from tests.speculation.test_exactness import SAMPLINGS, assert_exact, requests_of
 from tests.tiny_head import tiny_architecture, tiny_head
 from tests.tiny_model import TINY, tiny_runner

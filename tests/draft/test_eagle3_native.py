@@ -23,7 +23,7 @@ from target.batch import ForwardBatch
 from target.layout import BatchEntry, lay_out
 from target.native.tiles import Q8
 from target.noise import gumbel, noise_keys
-from tests.speculation.test_engine import Run
+from tests.speculation.running import Run
 from tests.tiny_head import tiny_architecture, tiny_head_weights
 from tests.tiny_model import TINY, tiny_runner
 
@@ -156,8 +156,9 @@ class LevelByLevel:
 
 
 @pytest.mark.skipif(native_head_obstacle(tiny_architecture(SHAPE), 16) is not None, reason="not this processor")
-def test_drafts_are_the_same_in_one_call_and_level_by_level() -> None:
-    """Of two sequences that grow by a few tokens, by chance asked for drafts or not, preempted and computed again."""
+@pytest.mark.parametrize("bias", [(), ((5, 6.0), (11, 4.0))])
+def test_drafts_are_the_same_in_one_call_and_level_by_level(bias: tuple[tuple[int, float], ...]) -> None:
+    """Of two sequences that grow, asked or not, preempted and computed again, with a bias on some tokens or none."""
     architecture = tiny_architecture(SHAPE, feature_norm="each")
     native, other = (heads_of(architecture, 1)[1] for _ in range(2))
     at_once = Eagle3Proposer(native, eos_token_ids=())
@@ -179,7 +180,8 @@ def test_drafts_are_the_same_in_one_call_and_level_by_level() -> None:
                 proposer.commit(i, texts[i][ends[i] : ends[i] + more[i]], Features(first, states[i, first:last]))
             ends[i] += more[i]
         if rng.random() < 0.7:
-            greedy, config = SamplingParams(temperature=0.0), Eagle3Config(num_speculative_tokens=rng.choice((1, 3)))
+            greedy = SamplingParams(temperature=0.0, logit_bias=dict(bias))
+            config = Eagle3Config(num_speculative_tokens=rng.choice((1, 3)))
             contexts = [DraftContext(i, texts[i][: ends[i]], 1, greedy, config) for i in range(2)]
             drafts = [proposer.propose(contexts, [3, 3]) for proposer in (at_once, by_level)]
             assert [draft.token_ids for draft in drafts[0]] == [draft.token_ids for draft in drafts[1]]

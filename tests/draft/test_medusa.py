@@ -22,7 +22,7 @@ from speculation.engine import Engine
 from speculation.messages import SamplingParams
 from target.errors import CheckpointError
 from tests.recorded_graphs import record_graphs
-from tests.speculation.test_engine import Run
+from tests.speculation.running import Run
 from tests.speculation.test_exactness import SAMPLINGS, assert_exact, requests_of
 from tests.tiny_medusa import tiny_tables, write_tiny_medusa
 from tests.tiny_model import TINY, tiny_runner

@@ -32,7 +32,7 @@ from speculation.controller import DraftLengthController
 from speculation.cost_model import StepCostModel
 from speculation.engine import Engine
 from speculation.messages import SamplingParams, Submit
-from tests.speculation.test_engine import Run
+from tests.speculation.running import Run
 from tests.speculation.test_exactness import SAMPLINGS, assert_exact, plain_loop, requests_of
 from tests.tiny_head import tiny_head
 from tests.tiny_medusa import tiny_tables, write_tiny_medusa

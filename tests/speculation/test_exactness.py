@@ -20,8 +20,8 @@ from speculation.messages import SamplingParams, Submit
 from target.layout import BatchEntry, lay_out
 from target.sampling import SamplingRow, TokenCounts, sample
 from target.torch_runner import TorchRunner
+from tests.speculation.running import Run
 from tests.speculation.scripted import Scripted, bushy
-from tests.speculation.test_engine import Run
 from tests.tiny_model import TINY, tiny_runner
 
 K3 = DraftModelConfig(num_speculative_tokens=3)

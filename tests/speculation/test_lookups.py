@@ -21,7 +21,7 @@ from speculation.controller import DraftLengthController
 from speculation.cost_model import StepCostModel
 from speculation.engine import Engine
 from speculation.messages import RequestMetrics, SamplingParams, Submit
-from tests.speculation.test_engine import plain_loop
+from tests.speculation.running import plain_loop
 from tests.speculation.token_runner import TokenRunner
 
 CONFIGS: tuple[SpeculationConfig, ...] = (

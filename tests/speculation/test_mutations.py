@@ -12,11 +12,12 @@ from speculation import engine, verify
 from target.sampling import SamplingRow
 from tests.cache_store import test_block_pool
 from tests.speculation import test_engine
+from tests.speculation.running import SAMPLINGS
 
 
 def drafted(shape: str, sampling: str) -> None:
     """The scenario that compares six drafted sequences with the plain loop."""
-    test_engine.test_every_proposer_gives_the_plain_loops_tokens(shape, test_engine.SAMPLINGS[sampling], 4, 64)
+    test_engine.test_every_proposer_gives_the_plain_loops_tokens(shape, SAMPLINGS[sampling], 4, 64)
 
 
 def accept_larger_ids(monkeypatch: pytest.MonkeyPatch) -> None:

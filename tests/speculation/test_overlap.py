@@ -23,8 +23,8 @@ from speculation.framing import FrameReader, encode_frame
 from speculation.messages import Abort, Command, Event, SequenceOutput, StepOutputs, Submit
 from speculation.step_report import StepResult
 from speculation.worker import Worker
+from tests.speculation.running import SCRIPTED, plain_loop, request_of, truth
 from tests.speculation.scripted import Scripted, bushy
-from tests.speculation.test_engine import SCRIPTED, plain_loop, request_of, truth
 from tests.speculation.token_runner import VOCAB_SIZE, TokenRunner
 
 
