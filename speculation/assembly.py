@@ -26,6 +26,7 @@ from target.fingerprint import model_fingerprint
 from target.hf_config import read_config
 from target.load import kv_block_bytes, load_runner
 from target.runner import Runner
+from target.sampling import compile_sampler
 
 DEFAULT_KV_MEMORY = 1 << 30
 """Bytes of the KV pool where nothing is set."""
@@ -39,6 +40,8 @@ def assemble(settings: EngineSettings) -> tuple[Engine, Ready]:
     config = read_config(folder)
     num_blocks = settings.num_blocks or _num_blocks(config, settings)
     runner = _load(folder, settings, num_blocks)
+    if runner.device.type == "cpu":
+        compile_sampler(cache_dir)
     proposers: dict[str, Proposer] = lookup_proposers(settings.corpus_tokens)
     if settings.draft_model is not None:
         draft_folder = _draft_folder(settings.draft_model, settings.model, cache_dir)
@@ -100,6 +103,7 @@ def _load(folder: Path, settings: EngineSettings, num_blocks: int) -> Runner:
         quantization=settings.quantization,
         num_threads=settings.num_threads,
         max_model_len=settings.max_model_len,
+        cache_dir=Path(settings.cache_dir).expanduser(),
     )
 
 

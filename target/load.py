@@ -35,6 +35,7 @@ def load_runner(
     quantization: str = "auto",
     num_threads: int | None = None,
     max_model_len: int | None = None,
+    cache_dir: Path | None = None,
 ) -> Runner:
     """Load the model in `model_dir` (a Hugging Face folder) with a KV pool of `num_blocks` blocks.
 
@@ -43,7 +44,8 @@ def load_runner(
     runner's description says which and why. `quantization`: see `target.native.load` for a CPU; the others have "none",
     and on CUDA `fp8` (see `target.fp8`), which "auto" does not choose.
     `num_threads`: of the native step, by default one for every core; torch has a setting of its own.
-    `max_model_len`: positions to serve, at most the model's own (the default).
+    `max_model_len`: positions to serve, at most the model's own (the default). `cache_dir`: where the native step's
+    machine code is kept, by default `target.embedded.default_cache_dir()`.
     Raises `CheckpointError` for what is on disk, `ValueError` for the arguments.
     """
     if backend not in BACKENDS:
@@ -66,6 +68,7 @@ def load_runner(
                 quantization=quantization,
                 num_threads=num_threads,
                 max_model_len=length,
+                cache_dir=cache_dir,
             )
             torch.set_num_threads(1)  # what little torch still does would only take cores from the native step
             return runner
