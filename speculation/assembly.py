@@ -20,6 +20,7 @@ from speculation.engine import Engine
 from speculation.heads import load_heads
 from speculation.messages import Ready
 from speculation.settings import EngineSettings
+from target.arithmetic import arithmetic_of
 from target.config import ModelConfig
 from target.embedded import cached_conversion, embedded_model_dir
 from target.fingerprint import model_fingerprint
@@ -132,8 +133,8 @@ def _draft_model(folder: Path, settings: EngineSettings, num_blocks: int, *, tar
 
 
 def _arithmetic(settings: EngineSettings, runner: Runner) -> str:
-    """What tells runners apart whose keys and values differ in their last bits: they must not share a prefix."""
-    return f"{settings.quantization}/{type(runner).__name__}"
+    """What tells runners apart whose numbers may differ in their last bits: they share neither prefixes nor streams."""
+    return f"{settings.quantization}/{arithmetic_of(runner)}"
 
 
 def _num_blocks(config: ModelConfig, settings: EngineSettings) -> int:
