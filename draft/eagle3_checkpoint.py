@@ -18,6 +18,7 @@ from draft.head_checkpoint import HeadTensors, TargetTables
 from target.config import ModelConfig
 from target.errors import CheckpointError
 from target.hf_config import parse_config, read_json
+from target.quantized_checkpoint import refuse_quantized
 
 LLAMA_DEFAULTS = {
     "hidden_size": 4096,
@@ -39,6 +40,16 @@ QWEN3_DEFAULTS = {
 DEFAULTS: dict[str, dict[str, Any]] = {"llama": LLAMA_DEFAULTS, "qwen3": QWEN3_DEFAULTS}
 """What configs written as a difference leave out, by `model_type`."""
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+EAGLE3_UNUSED = (
+    "t2d",
+    "*.rotary_emb.inv_freq",
+    "rotary_emb.inv_freq",
+    "verifier_norm.weight",
+    "verifier_lm_head.weight",
+)
+"""Tensors that need not be read: which of the target's tokens are drafted, as d2t says too, what can be computed, and
+what is the target's own."""
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +107,7 @@ def read_eagle3_config(folder: Path, target: ModelConfig, *, shift_layers: int =
     kind = fields.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
         raise CheckpointError(f"{path}: speculators_model_type is {kind!r}; it must be 'eagle3'")
+    refuse_quantized(path, fields)
     _warn_of_lossy(path, fields)
     layer = _layer(path, fields.get("transformer_layer_config", fields))
     for name in ("hidden_size", "vocab_size"):
@@ -140,6 +152,7 @@ def read_eagle3_weights(
         return one("input_norm", num_features * size) if config.feature_norm == "all" else None
 
     target_ids = _target_ids(tensors, config)
+    tensors.ignore(EAGLE3_UNUSED)
     order = target_ids.argsort()
     embed, rows = tables.embed, tables.lm_head[target_ids]
     if "embed_tokens.weight" in tensors:
@@ -147,7 +160,7 @@ def read_eagle3_weights(
     if "lm_head.weight" in tensors:
         rows = tensors.take("lm_head.weight", tuple(rows.shape))
     width = layer.intermediate_size
-    return Eagle3Weights(
+    weights = Eagle3Weights(
         fc=one("fc", size, num_features * size),
         feature_norm=feature_norm(),
         input_norm=one(prefix + "input_layernorm", size),
@@ -164,6 +177,8 @@ def read_eagle3_weights(
         target_ids=target_ids[order].to(device),
         embed=embed.to(device) if device.type != "cpu" else embed,
     )
+    tensors.require_all_taken()
+    return weights
 
 
 def _layer(path: Path, fields: dict[str, Any]) -> ModelConfig:

@@ -84,12 +84,14 @@ class NativeEagle3Head:
         self._num_draft = len(weights.lm_head)
         self._body_kind = body_kind
         self._packed = _Packed(config, weights, body_kind)
-        self._kernels = (
-            product_kernel(body_kind, self._isa),
-            product_kernel(Q8, self._isa),
-            score_kernel(self._isa),
-            mix_kernel(self._isa, mix_width(self._isa, layer.head_size)),
-        )
+        code_dir = cache_dir or default_cache_dir()
+        with kept_in(code_dir, run_pairs):
+            self._kernels = (
+                product_kernel(body_kind, self._isa),
+                product_kernel(Q8, self._isa),
+                score_kernel(self._isa),
+                mix_kernel(self._isa, mix_width(self._isa, layer.head_size)),
+            )
         self._control = Arena(control_bytes(num_threads)).empty((control_bytes(num_threads) // 4,), np.int32)
         self._model = as_array(self._model_record())
         self._layer = as_array(self._layer_record())
@@ -98,7 +100,7 @@ class NativeEagle3Head:
         self._fusing_room, self._joining_room = _Room(), _Room()
         self._pair = as_array(self._pair_record())
         self._guess = as_array(self._guess_record())
-        with kept_in(cache_dir or default_cache_dir(), run_pairs) as compiled_before:
+        with kept_in(code_dir, run_pairs) as compiled_before:
             if not compiled_before:
                 progress("compiling the native head for this processor; this happens once")
             self._run()

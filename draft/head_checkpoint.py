@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from target.checkpoint import Checkpoint
+from target.checkpoint import FLOATS, Checkpoint, require_none_left, require_numbers
 from target.config import ModelConfig
 from target.errors import CheckpointError
 from target.hf_config import read_config
 
 SCALE = "_scale"
 """A matrix stored as int8 has beside it, under its name and this, one scale a row."""
+
+
+INTEGERS = frozenset({torch.int64, torch.int32})
+INTEGER_NAMES = frozenset({"d2t"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,8 @@ class HeadTensors:
         for name, tensor in _read_all(folder).items():
             prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
             self._tensors[name.removeprefix(prefix)] = tensor
+        self._left = set(self._tensors)
+        """Tensors that nobody took yet."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -61,6 +69,7 @@ class HeadTensors:
         if tensor is None:
             some = ", ".join(sorted(self._tensors)[:6])
             raise CheckpointError(f"{self.folder}: the tensor {name} is missing; there are {some}, …")
+        self._left.discard(name)
         if shape is not None and tuple(tensor.shape) != shape:
             found, wanted = list(tensor.shape), list(shape)
             raise CheckpointError(f"{self.folder}: {name} has shape {found}; config.json asks for {wanted}")
@@ -69,7 +78,18 @@ class HeadTensors:
             if len(scale) != len(tensor):
                 raise CheckpointError(f"{self.folder}: {name}{SCALE} has {len(scale)} rows; {name} has {len(tensor)}")
             return tensor.float() * scale
+        require_numbers(self.folder, name, tensor, INTEGERS if name in INTEGER_NAMES else FLOATS)
         return tensor
+
+    def ignore(self, patterns: Iterable[str]) -> int:
+        """Let tensors whose names match one of the shell patterns go unused; returns how many there are."""
+        unused = {name for name in self._left if any(fnmatchcase(name, pattern) for pattern in patterns)}
+        self._left -= unused
+        return len(unused)
+
+    def require_all_taken(self) -> None:
+        """Raises `CheckpointError` naming tensors that were neither taken nor ignored."""
+        require_none_left(self.folder, self._left)
 
 
 def _read_all(folder: Path) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from target.cuda_graphs import MAX_GRAPH_ROWS, StepGraphs
 from target.errors import CheckpointError
 from target.hf_config import read_json
 from target.linear import TILE_ROWS, Linear, RowCounts, can_pack, packed_linear, plain_linear
+from target.quantized_checkpoint import refuse_quantized
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class MedusaHeads:
         """Raises `CheckpointError`, naming the field or tensor, for what is missing or does not fit the target."""
         path = folder / "config.json"
         fields = read_json(path)
+        refuse_quantized(path, fields)
         num_heads, num_layers = fields.get("medusa_num_heads"), fields.get("medusa_num_layers", 1)
         if not isinstance(num_heads, int) or not 1 <= num_heads <= MAX_SPECULATIVE_TOKENS:
             raise CheckpointError(
@@ -73,6 +75,12 @@ class MedusaHeads:
             _Head(tuple(block(f"{i}.{j}") for j in range(num_layers)), output(f"{i}.{num_layers}.weight"))
             for i in range(num_heads)
         ]
+        spare = tensors.ignore([f"{i}.*" for i in range(num_heads, MAX_SPECULATIVE_TOKENS)])
+        if spare:
+            logger.warning(
+                "%s: medusa_num_heads is %d; %d tensors of further heads are not used", path, num_heads, spare
+            )
+        tensors.require_all_taken()
         self._dtype = dtype
         self.device = device
         self.target_ids = torch.arange(vocab_size, device=device)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import NoReturn
 
 from service.settings import SettingsError, load_settings
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         case "engine":
             return engine(rest)
         case "fetch" | "train" | "eval" | "simulate":
-            return run_apart(APART[command], rest)
+            run_apart(APART[command], rest)
         case "chat":
             return chat(rest)
         case "experiment" | "report":
@@ -79,14 +79,9 @@ def engine(arguments: Sequence[str]) -> int:
     return asyncio.run(run_engine(settings, partial(print, flush=True)))
 
 
-def run_apart(module: str, arguments: Sequence[str]) -> int:
-    """Run a module of the engine's side in a process of its own: this one loads no engine. It sees Ctrl-C, too."""
-    with subprocess.Popen([sys.executable, "-m", module, *arguments]) as process:
-        while True:
-            try:
-                return process.wait()
-            except KeyboardInterrupt:
-                continue
+def run_apart(module: str, arguments: Sequence[str]) -> NoReturn:
+    """Become a module of the engine's side: whoever ends this process ends that one, and no child works on."""
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])  # noqa: S606  no shell is meant
 
 
 def chat(arguments: Sequence[str]) -> int:

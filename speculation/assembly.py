@@ -20,12 +20,14 @@ from speculation.engine import Engine
 from speculation.heads import load_heads
 from speculation.messages import Ready
 from speculation.settings import EngineSettings
+from target.arithmetic import arithmetic_of
 from target.config import ModelConfig
 from target.embedded import cached_conversion, embedded_model_dir
 from target.fingerprint import model_fingerprint
 from target.hf_config import read_config
 from target.load import kv_block_bytes, load_runner
 from target.runner import Runner
+from target.sampling import compile_sampler
 
 DEFAULT_KV_MEMORY = 1 << 30
 """Bytes of the KV pool where nothing is set."""
@@ -39,6 +41,8 @@ def assemble(settings: EngineSettings) -> tuple[Engine, Ready]:
     config = read_config(folder)
     num_blocks = settings.num_blocks or _num_blocks(config, settings)
     runner = _load(folder, settings, num_blocks)
+    if runner.device.type == "cpu":
+        compile_sampler(cache_dir)
     proposers: dict[str, Proposer] = lookup_proposers(settings.corpus_tokens)
     if settings.draft_model is not None:
         draft_folder = _draft_folder(settings.draft_model, settings.model, cache_dir)
@@ -100,6 +104,7 @@ def _load(folder: Path, settings: EngineSettings, num_blocks: int) -> Runner:
         quantization=settings.quantization,
         num_threads=settings.num_threads,
         max_model_len=settings.max_model_len,
+        cache_dir=Path(settings.cache_dir).expanduser(),
     )
 
 
@@ -128,8 +133,8 @@ def _draft_model(folder: Path, settings: EngineSettings, num_blocks: int, *, tar
 
 
 def _arithmetic(settings: EngineSettings, runner: Runner) -> str:
-    """What tells runners apart whose keys and values differ in their last bits: they must not share a prefix."""
-    return f"{settings.quantization}/{type(runner).__name__}"
+    """What tells runners apart whose numbers may differ in their last bits: they share neither prefixes nor streams."""
+    return f"{settings.quantization}/{arithmetic_of(runner)}"
 
 
 def _num_blocks(config: ModelConfig, settings: EngineSettings) -> int:

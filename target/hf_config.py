@@ -8,6 +8,7 @@ from typing import Any
 
 from target.config import ModelConfig, RopeScaling
 from target.errors import CheckpointError
+from target.quantized_checkpoint import refuse_quantized
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -67,6 +68,7 @@ class _ConfigReader:
         self._fields = fields
 
     def config(self, generation_eos: tuple[int, ...]) -> ModelConfig:
+        refuse_quantized(self._path, self._fields)
         family = self._family()
         hidden, heads = self._positive("hidden_size"), self._positive("num_attention_heads")
         kv_heads = self._fields.get("num_key_value_heads") or heads

@@ -11,6 +11,7 @@ import torch
 
 from target.checkpoint import load_weights
 from target.config import ModelConfig
+from target.digests import verified
 from target.fp8 import require_fp8
 from target.hf_config import read_config
 from target.native.load import NativeUnsupported, load_native_runner, unsupported_reason
@@ -35,6 +36,7 @@ def load_runner(
     quantization: str = "auto",
     num_threads: int | None = None,
     max_model_len: int | None = None,
+    cache_dir: Path | None = None,
 ) -> Runner:
     """Load the model in `model_dir` (a Hugging Face folder) with a KV pool of `num_blocks` blocks.
 
@@ -43,7 +45,9 @@ def load_runner(
     runner's description says which and why. `quantization`: see `target.native.load` for a CPU; the others have "none",
     and on CUDA `fp8` (see `target.fp8`), which "auto" does not choose.
     `num_threads`: of the native step, by default one for every core; torch has a setting of its own.
-    `max_model_len`: positions to serve, at most the model's own (the default).
+    `max_model_len`: positions to serve, at most the model's own (the default). `cache_dir`: where the native step's
+    machine code is kept, by default `target.embedded.default_cache_dir()`.
+    Weight files whose digests were kept are compared with them, see `target.digests`.
     Raises `CheckpointError` for what is on disk, `ValueError` for the arguments.
     """
     if backend not in BACKENDS:
@@ -55,40 +59,42 @@ def load_runner(
     place = _device(device)
     if quantization == "fp8":
         require_fp8(torch.device("cpu") if backend == "native" else place, _dtype(dtype, place))
-    reason = ""
-    if _wants_native(place, dtype, backend):
-        try:
-            runner = load_native_runner(
-                config,
-                model_dir,
-                num_blocks=num_blocks,
-                block_size=block_size,
-                quantization=quantization,
-                num_threads=num_threads,
-                max_model_len=length,
-            )
-            torch.set_num_threads(1)  # what little torch still does would only take cores from the native step
-            return runner
-        except NativeUnsupported as unsupported:
-            if backend == "native":
-                raise
-            reason = f"; not the native step: {unsupported}"
-    if quantization not in {"auto", "none", "fp8"}:
-        fitting = "'auto', 'none' or 'fp8'" if place.type == "cuda" else "'auto' or 'none'"
-        raise ValueError(f"quantization is {quantization!r}; without the native step it must be {fitting}{reason}")
-    weights = load_weights(model_dir, config, _dtype(dtype, place))
-    make = _runner_of(backend, place, weights.embed.dtype)
-    chosen = make(
-        config,
-        weights,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_model_len=length,
-        device=place,
-        quantization="fp8" if quantization == "fp8" else "none",
-    )
-    chosen.description += reason
-    return chosen
+    with verified(model_dir):
+        reason = ""
+        if _wants_native(place, dtype, backend):
+            try:
+                runner = load_native_runner(
+                    config,
+                    model_dir,
+                    num_blocks=num_blocks,
+                    block_size=block_size,
+                    quantization=quantization,
+                    num_threads=num_threads,
+                    max_model_len=length,
+                    cache_dir=cache_dir,
+                )
+                torch.set_num_threads(1)  # what little torch still does would only take cores from the native step
+                return runner
+            except NativeUnsupported as unsupported:
+                if backend == "native":
+                    raise
+                reason = f"; not the native step: {unsupported}"
+        if quantization not in {"auto", "none", "fp8"}:
+            fitting = "'auto', 'none' or 'fp8'" if place.type == "cuda" else "'auto' or 'none'"
+            raise ValueError(f"quantization is {quantization!r}; without the native step it must be {fitting}{reason}")
+        weights = load_weights(model_dir, config, _dtype(dtype, place))
+        make = _runner_of(backend, place, weights.embed.dtype)
+        chosen = make(
+            config,
+            weights,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=length,
+            device=place,
+            quantization="fp8" if quantization == "fp8" else "none",
+        )
+        chosen.description += reason
+        return chosen
 
 
 def _runner_of(backend: str, device: torch.device, dtype: torch.dtype) -> Callable[..., TorchRunner | TritonRunner]:

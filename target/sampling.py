@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -148,14 +149,22 @@ def choose(adjusted: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     return chosen
 
 
+def compile_sampler(cache_dir: Path) -> None:
+    """Have the native chooser compiled, or taken from `cache_dir`, before the first row is sampled.
+
+    Without it that happens at the first row, with `target.embedded.default_cache_dir()`.
+    """
+    _native_kernel(cache_dir)
+
+
 @functools.cache
-def _native_kernel() -> Callable[..., None] | None:
+def _native_kernel(cache_dir: Path | None = None) -> Callable[..., None] | None:
     """The compiled chooser; None where the processor cannot run it."""
     # Numba is needed where there are logits on a CPU, and nowhere else.
     from target.native.choosing import compiled_chooser
     from target.native.isa import native_supported
 
-    return compiled_chooser(default_cache_dir()) if native_supported()[0] else None
+    return compiled_chooser(cache_dir or default_cache_dir()) if native_supported()[0] else None
 
 
 def _choose_on_device(adjusted: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:

@@ -6,19 +6,27 @@ and optimise them once more for every level of calls.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import tempfile
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
 import llvmlite
 import numba
 from numba import types
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic as numba_intrinsic
 
+from target.native.kept_code import CodeFolder, cache_in, code_folder
+
 Function = TypeVar("Function", bound=Callable[..., object])
+
+_FOLDER: ContextVar[CodeFolder | None] = ContextVar("folder of compiled code", default=None)
+"""Where `kept_in` keeps what is compiled inside it."""
 
 
 def native(function: Function) -> Function:
@@ -35,34 +43,38 @@ def intrinsic(function: Callable[..., Any]) -> Any:
 
 
 def c_function(function: Callable[..., None], num_arguments: int) -> Any:
-    """`function` of so many int64 as a C function: called by address, it is compiled once and not once per caller."""
-    return numba.cfunc(types.void(*[types.int64] * num_arguments), cache=True)(function)
+    """`function` of so many int64 as a C function: called by address, it is compiled once and not once per caller.
+
+    Inside `kept_in` its code is kept; elsewhere it is compiled anew.
+    """
+    compiled = CFunc(function, ((types.int64,) * num_arguments, types.void), locals={}, options={})
+    compiled._cache = cache_in(_FOLDER.get(), function)  # noqa: SLF001  `enable_caching` takes Numba's own cache
+    compiled.compile()
+    return compiled
 
 
 @contextmanager
 def kept_in(cache_dir: Path, entry_point: Callable[..., object]) -> Iterator[bool]:
-    """What is compiled inside is kept in `cache_dir` for the next process: C functions, and `entry_point`.
+    """Code that is compiled inside is kept in `cache_dir` for the next process: C functions, and `entry_point`.
 
-    Gives whether something is there already. Code of other versions of these sources lies in folders of its own. Where
-    the folder cannot be written, nothing is kept.
+    Gives whether code is there already. Code of other versions of these sources lies in folders of its
+    own. A folder that is full, damaged, or not the user's own alone is reported once, and costs a compilation.
     """
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = cache_dir / "native" / _fingerprint()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            folder = Path(temporary)
-        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
-        try:
-            entry_point.enable_caching()  # type: ignore[attr-defined]  # a Numba dispatcher
-            yield next(folder.glob("*/*.nbi"), None) is not None
-        finally:
-            numba.config.CACHE_DIR = before
+    folder = code_folder(cache_dir.absolute() / "native" / _fingerprint())
+    token = _FOLDER.set(folder)
+    try:
+        dispatcher: Any = entry_point
+        dispatcher._cache = cache_in(folder, dispatcher.py_func)  # noqa: SLF001  see `c_function`
+        yield folder.holds_code()
+    finally:
+        _FOLDER.reset(token)
 
 
+@functools.cache
 def _fingerprint() -> str:
-    """Of every source the machine code comes from: Numba itself looks at the entry point's file alone."""
-    digest = hashlib.blake2b(f"{numba.__version__} {llvmlite.__version__}".encode(), digest_size=8)
+    """A digest of every source the machine code comes from, and of the versions of what compiles it."""
+    versions = f"{sys.implementation.cache_tag} {numba.__version__} {llvmlite.__version__}"
+    digest = hashlib.blake2b(versions.encode(), digest_size=8)
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from target.checkpoint import require_none_left
 from target.errors import CheckpointError
 
 Bytes = npt.NDArray[np.uint8]
@@ -25,6 +26,8 @@ TYPE_NAMES = {FLOAT32: "F32", Q4_1: "Q4_1", Q8_0: "Q8_0"}
 _BLOCK_BYTES = {FLOAT32: 4, Q4_1: 20, Q8_0: 34}
 _BLOCK_SIZE = {FLOAT32: 1, Q4_1: 32, Q8_0: 32}
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+UNUSED = {"rope_freqs.weight"}
+"""Tensors that are part of the config."""
 _STRING, _ARRAY, _UINT32 = 8, 9, 4
 
 
@@ -67,6 +70,7 @@ class GGUFBlocks:
             name, num_dims = cursor.string(), cursor.take("I")[0]
             shape = cursor.take(f"{num_dims}Q")[::-1]
             self._tensors[name] = _Tensor(shape, *cursor.take("IQ"))
+        self._left = set(self._tensors) - UNUSED
         self._start = -(-cursor.position // alignment) * alignment
 
     def kind(self, name: str) -> int | None:
@@ -82,6 +86,7 @@ class GGUFBlocks:
             raise CheckpointError(
                 f"{self.path}: {name} is {found}; it must be {list(shape)} of type {TYPE_NAMES[kind]}"
             )
+        self._left.discard(name)
         size, length = _BLOCK_SIZE[kind], _BLOCK_BYTES[kind]
         if shape[-1] % size:
             raise CheckpointError(f"{self.path}: {name} has rows of {shape[-1]} weights, not a multiple of {size}")
@@ -89,6 +94,10 @@ class GGUFBlocks:
         if start + count > len(self._data):
             raise CheckpointError(f"{self.path} is truncated within {name}; fetch it again")
         return np.frombuffer(self._data, np.uint8, count, start).reshape(*shape[:-1], shape[-1] // size, length)
+
+    def require_all_read(self) -> None:
+        """Raises `CheckpointError` naming tensors that were not read: without them the model would be another one."""
+        require_none_left(self.path, self._left)
 
     def floats(self, name: str, size: int) -> npt.NDArray[np.float32]:
         """The float32 vector `name`."""

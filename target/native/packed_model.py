@@ -107,11 +107,18 @@ def pack_gguf(path: Path, config: ModelConfig) -> PackedModel:
     return PackedModel(
         body_kind=Q4,
         head_kind=Q8,
-        layers=(_read_layer(blocks, config, f"blk.{i}.") for i in range(config.num_layers)),
+        layers=_read_layers(blocks, config),
         norm=blocks.floats("output_norm.weight", config.hidden_size),
         embed=embed,
         head=embed if tied else pack_q8_blocks(blocks.blocks("output.weight", Q8_0, shape)),
     )
+
+
+def _read_layers(blocks: GGUFBlocks, config: ModelConfig) -> Iterator[PackedLayer]:
+    """Every layer; behind the last one `CheckpointError` where the file holds tensors that nobody read."""
+    for i in range(config.num_layers):
+        yield _read_layer(blocks, config, f"blk.{i}.")
+    blocks.require_all_read()
 
 
 def _read_layer(blocks: GGUFBlocks, config: ModelConfig, prefix: str) -> PackedLayer:

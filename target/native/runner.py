@@ -131,6 +131,11 @@ class NativeRunner:
         self._workers = Workers(run, self._control, (self._model, self._layers, self._batch), self._num_threads)
 
     @property
+    def weight_kinds(self) -> str:
+        """How the layers' weights and the head's are stored."""
+        return " ".join(KIND_NAMES[kind] for kind in self._kinds)
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of weights that a step reads: the layers and the head."""
         return self._weights.num_bytes

@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from target import embedded
+from target.digests import write_manifest
 from target.embedded import FOLDER, building, cached_conversion, default_cache_dir, embedded_model_dir, fetch_embedded
 from target.errors import CheckpointError
 from target.fingerprint import model_fingerprint
@@ -43,6 +44,7 @@ def test_the_cache_folder_can_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_fetched_model_is_not_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the folder is, nothing is run."""
     (tmp_path / FOLDER).mkdir()
+    write_manifest(tmp_path / FOLDER)
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: pytest.fail("ran pip"))
     assert fetch_embedded(print, tmp_path) == tmp_path / FOLDER
 
