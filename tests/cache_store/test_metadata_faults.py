@@ -163,7 +163,7 @@ async def test_unreadable_values_are_left_out_and_named(start_redis: StartRedis,
     server.command("HSET", "{forerun}:engines", "a", "text")
     server.command("ZADD", "{forerun}:popular", "+inf", "not a prefix")
     key = prefixes[0].block_hash + struct.pack("<I", 16)
-    await store._client.hset("{forerun}:hot", key, b"\xc1")  # type: ignore[misc, arg-type]
+    await store._client.hset("{forerun}:hot", key, b"\xc1")
     with capture_logs() as logs:
         for _ in range(3):
             found = await guarded.engines()

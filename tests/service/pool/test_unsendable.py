@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from service.engine_client import EngineRejectedError, EngineUnavailableError, OutputStream
 from service.pool.member import Member
-from service.pool.routing import RoundRobin
+from service.pool.routing import Quote, RoundRobin
 from speculation.framing import encode_frame
 from speculation.messages import Abort, Command, SamplingParams, Stats, Submit
 from tests.service.conftest import StartService
@@ -54,7 +54,7 @@ async def test_what_cannot_be_encoded_is_refused_and_not_counted(bad: Submit) ->
 class BrokenRouting(RoundRobin):
     """Chooses nothing."""
 
-    def choose(self, quotes: Sequence[object]) -> object:  # type: ignore[override]
+    def choose(self, quotes: Sequence[Quote]) -> Quote:
         raise RuntimeError("no route")
 
 
@@ -134,7 +134,7 @@ async def test_an_error_while_an_output_is_delivered_ends_that_sequence(monkeypa
 async def test_an_event_that_cannot_be_handled_is_logged_by_name() -> None:
     """Numbers of an engine that do not add up are an error in the log, not the end of who listens to it."""
     pool = make_pool(2)
-    stats = msgspec.structs.replace(msgspec.convert(STATS, Stats), counters={"steps": None})  # type: ignore[dict-item]
+    stats = msgspec.structs.replace(msgspec.convert(STATS, Stats), counters={"steps": None})
     with capture_logs() as logs:
         for engine in pool.engines:
             engine.member.dispatch(stats)
