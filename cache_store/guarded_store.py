@@ -48,4 +48,6 @@ class GuardedStore:
             return await question()
         except StoreUnavailable as error:
             self._health.failed(error)
-            return otherwise
+        except Exception as error:  # noqa: BLE001 - a request goes on without hints, whatever is wrong with them
+            self._health.failed(StoreUnavailable(f"{type(error).__name__}: {error}"))
+        return otherwise

@@ -38,6 +38,8 @@ redis.call('SMISMEMBER', KEYS[#KEYS], '')
 redis.call('SETRANGE', KEYS[#KEYS], 0, '')
 """
 
+# Blocks that are no set, or a sequence that is no string, are not known: the engine then publishes both anew, which
+# replaces them.
 # Keys: engines, heard, blocks, sequence, nobody's blocks. Arguments: engine id, instance, status, time to live in ms.
 ANNOUNCE = (
     ONLY_OF_USE
@@ -54,9 +56,9 @@ end
 for _, key in ipairs(KEYS) do
     redis.call('PEXPIRE', key, ttl)
 end
-local known = redis.call('EXISTS', KEYS[3]) == 1 and redis.call('GET', KEYS[4])
+local known = redis.call('TYPE', KEYS[3]).ok == 'set' and redis.pcall('GET', KEYS[4])
 local instance = ARGV[2] .. ' '
-if known and string.sub(known, 1, #instance) == instance then
+if type(known) == 'string' and string.sub(known, 1, #instance) == instance then
     return tonumber(string.sub(known, #instance + 1))
 end
 return false
@@ -88,7 +90,7 @@ local function change(command, packed)
         redis.call(command, KEYS[1], unpack(hashes, first, math.min(first + 999, #hashes)))
     end
 end
-local known = redis.call('EXISTS', KEYS[1]) == 1 and redis.call('GET', KEYS[2])
+local known = redis.call('TYPE', KEYS[1]).ok == 'set' and redis.pcall('GET', KEYS[2])
 if known == ARGV[1] then
     return 1
 end
@@ -109,7 +111,8 @@ return 1
 )
 
 # Keys: the blocks of each engine. Arguments: a prompt's hashes. For each engine the number of leading ones in its set.
-# Asked in growing portions, so that an engine that holds nothing costs one small question.
+# Asked in growing portions, so that an engine that holds nothing costs one small question. A key of another type is an
+# engine that holds nothing.
 LOOKUP = (
     UNPACK
     + """
@@ -118,7 +121,14 @@ local function count_held(key)
     local first, size = 1, 8
     while first <= #hashes do
         local last = math.min(first + size - 1, #hashes)
-        for i, held in ipairs(redis.call('SMISMEMBER', key, unpack(hashes, first, last))) do
+        local answer = redis.pcall('SMISMEMBER', key, unpack(hashes, first, last))
+        if answer.err then
+            if string.find(answer.err, 'WRONGTYPE', 1, true) then
+                return 0
+            end
+            error(answer.err)
+        end
+        for i, held in ipairs(answer) do
             if held == 0 then
                 return first + i - 2
             end

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import msgspec
+import structlog
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -30,6 +31,11 @@ from cache_store.metadata import (
 )
 
 _T = TypeVar("_T")
+
+MAX_REMEMBERED = 64
+"""Unreadable values that are not logged again."""
+
+_log = structlog.get_logger("forerun.metadata_store")
 
 
 class _Text(msgspec.Struct, frozen=True, array_like=True):
@@ -63,6 +69,8 @@ class RedisStore:
         self._retention = retention or Retention()
         self._timeout = timeout_seconds
         self._prefix = f"{{{namespace}}}:"
+        self._unreadable: set[bytes] = set()
+        """Values that were left out, so that each is logged once."""
         self._ttl = round(1000 * self._retention.ttl_seconds)
         self._client = Redis.from_pool(
             BlockingConnectionPool.from_url(
@@ -118,7 +126,8 @@ class RedisStore:
     async def engines(self) -> list[EngineStatus]:
         """See `MetadataStore`."""
         packed = await self._run(self._engines, self._keys("engines", "heard", "blocks:"), [self._ttl])
-        return [_decode(each, EngineStatus) for each in packed if each is not None]
+        statuses = [self._decode(each, EngineStatus) for each in packed if each is not None]
+        return [status for status in statuses if status is not None]
 
     async def lookup(self, hashes: Sequence[bytes], engine_ids: Sequence[str]) -> dict[str, int]:
         """See `MetadataStore`."""
@@ -151,7 +160,10 @@ class RedisStore:
         args = [self._retention.half_life_seconds, FORGOTTEN_HALF_LIVES, limit]
         found = []
         for prefix, uses, packed in await self._run(self._hot, self._keys("popular", "hot"), args):
-            text = _decode(packed, _Text) if packed is not None else None
+            if len(prefix) != HASH_SIZE + 4:
+                self._note_unreadable(prefix, f"a popular prefix of {len(prefix)} bytes, not {HASH_SIZE + 4}")
+                continue
+            text = self._decode(packed, _Text) if packed is not None else None
             found.append(
                 HotPrefix(
                     block_hash=prefix[:HASH_SIZE],
@@ -166,6 +178,22 @@ class RedisStore:
     async def close(self) -> None:
         """See `MetadataStore`."""
         await self._client.aclose()
+
+    def _decode(self, packed: bytes, kind: type[_T]) -> _T | None:
+        """One value; None, with one line in the log, for what is no `kind`."""
+        try:
+            return msgspec.msgpack.decode(packed, type=kind)
+        except (ValueError, RecursionError) as error:
+            self._note_unreadable(packed, f"no {kind.__name__}: {error}")
+            return None
+
+    def _note_unreadable(self, value: bytes, reason: str) -> None:
+        """Log a value that is left out, once while it is among the last that were."""
+        if value not in self._unreadable:
+            if len(self._unreadable) >= MAX_REMEMBERED:
+                self._unreadable.clear()
+            self._unreadable.add(value)
+            _log.warning("unreadable value in the metadata store", namespace=self._prefix, reason=reason[:300])
 
     def _keys(self, *names: str) -> list[str]:
         return [self._prefix + name for name in names]
@@ -187,10 +215,3 @@ class RedisStore:
             raise StoreUnavailable(f"no answer within {self._timeout} s") from error
         except (RedisError, OSError) as error:
             raise StoreUnavailable(f"{type(error).__name__}: {error}") from error
-
-
-def _decode(packed: bytes, kind: type[_T]) -> _T:
-    try:
-        return msgspec.msgpack.decode(packed, type=kind)
-    except msgspec.MsgspecError as error:
-        raise StoreUnavailable(f"the namespace holds something that is no {kind.__name__}: {error}") from error

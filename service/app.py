@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 
 from service import audit_routes
+from service.background import start_task
 from service.context import FRONT, add_request_id, openai_errors, own_pages_only, request_context
 from service.experiments import handlers as experiment_routes
 from service.front import Front
@@ -130,11 +131,11 @@ async def engines(app: web.Application) -> AsyncIterator[None]:
         warm_prefixes=settings.pool.warm_prefixes,
     )
     beside = [
-        asyncio.create_task(front.client.run(), name="waiting sequences"),
-        asyncio.create_task(front.popularity.run(), name="popular prefixes"),
+        start_task("waiting sequences", front.client.run()),
+        start_task("popular prefixes", front.popularity.run()),
     ]
     if not is_alone:
-        beside.append(asyncio.create_task(discovery(app).run(), name="engines in the store"))
+        beside.append(start_task("engines in the store", discovery(app).run()))
     task = app[ENGINE_LIFE] = asyncio.create_task(life(local, app[RAY]), name="engines")
     yield
     for each in (task, *beside):

@@ -16,6 +16,7 @@ from typing import Protocol
 import msgspec
 import structlog
 
+from service.background import run_forever
 from service.engine_client import EngineRejectedError, EngineUnavailableError, OutputStream
 from service.experiments.manager import Assignment, Experiments
 from speculation.messages import NoSpeculation, SequenceOutput, Submit, TokenLogprob
@@ -178,20 +179,23 @@ class Auditor:
 
     async def run(self) -> None:
         """Audit whenever nobody waits, until cancelled."""
-        while True:
-            await self._has_work.wait()
-            await self._quiet()
-            if not self._waiting:
-                self._has_work.clear()
-                continue
-            sample = self._waiting.popleft()
-            outputs = await self._run_plain(sample)
-            if outputs is not None:
-                self._conclude(sample, outputs)
-            elif sample.num_attempts < MAX_ATTEMPTS:
-                self.keep(sample)
-            else:
-                self._num_dropped += 1
+        await run_forever("audit", self._audit_next, 0.0)
+
+    async def _audit_next(self) -> None:
+        """Run the oldest request again as soon as nobody waits. One that raises is not tried again."""
+        await self._has_work.wait()
+        await self._quiet()
+        if not self._waiting:
+            self._has_work.clear()
+            return
+        sample = self._waiting.popleft()
+        outputs = await self._run_plain(sample)
+        if outputs is not None:
+            self._conclude(sample, outputs)
+        elif sample.num_attempts < MAX_ATTEMPTS:
+            self.keep(sample)
+        else:
+            self._num_dropped += 1
 
     async def _quiet(self) -> None:
         num_looks = 0

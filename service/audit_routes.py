@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from service.audit import Auditor
+from service.background import start_task
 from service.service_routes import json_response
 
 AUDITOR = web.AppKey("auditor", Auditor)
@@ -25,7 +26,7 @@ async def audit(request: web.Request) -> web.Response:
 
 
 async def _running(app: web.Application) -> AsyncIterator[None]:
-    task = asyncio.create_task(app[AUDITOR].run(), name="audit")
+    task = start_task("audit", app[AUDITOR].run())
     yield
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -31,7 +31,10 @@ class EngineClient(Protocol):
     """Whoever runs sequences and passes their outputs to their streams."""
 
     async def open(self, stream: OutputStream, submits: Sequence[Submit]) -> None:
-        """Run a stream's sequences. Raises `EngineUnavailableError` if no engine serves."""
+        """Run a stream's sequences.
+
+        Raises `EngineUnavailableError` if no engine serves, `EngineRejectedError` for a sequence that cannot be sent.
+        """
         ...
 
     def abort(self, request_id: str) -> None:
@@ -66,15 +69,18 @@ class OutputStream:
         self._wake = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        await self._client.open(self, self._submits)
+        try:
+            await self._client.open(self, self._submits)
+        except BaseException:
+            # `__aexit__` does not run for a context that was never entered.
+            self._forget()
+            raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for request_id in self._running:
-            self._client.forget(request_id)
-        self._running.clear()
+        self._forget()
 
     @property
     def is_finished(self) -> bool:
@@ -115,3 +121,8 @@ class OutputStream:
     def fail(self, error: Exception) -> None:
         self._error = error
         self._wake.set()
+
+    def _forget(self) -> None:
+        for request_id in self._running:
+            self._client.forget(request_id)
+        self._running.clear()

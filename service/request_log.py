@@ -157,8 +157,11 @@ class RequestLog:
 
     def _run(self) -> None:
         while (transcript := self._waiting.get()) is not None:
-            for recording in transcript.recordings():
-                self._write(recording)
+            try:
+                for recording in transcript.recordings():
+                    self._write(recording)
+            except Exception as error:  # noqa: BLE001 - one request that cannot be written must not end the thread
+                self._warn(f"{type(error).__name__}: {error}")
         self._file.close()
 
     def _write(self, recording: Recording) -> None:

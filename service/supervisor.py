@@ -93,7 +93,11 @@ class Supervisor:
             started = time.monotonic()
             try:
                 await self._live()
-            except EngineDiedError as died:
+            except EngineStartError:
+                raise
+            except Exception as died:
+                if not isinstance(died, EngineDiedError):
+                    self._log.exception("a life of the engine ended by an error of the service")
                 if not self._is_wanted():
                     return
                 if not self._has_served:
@@ -105,7 +109,7 @@ class Supervisor:
             pause = min(pause * 2, self._restart_seconds)
 
     async def _live(self) -> None:
-        """One engine from start to death; always raises `EngineDiedError` in the end."""
+        """One engine from start to death; always raises in the end, `EngineDiedError` if it died."""
         async with start_engine(
             self._command,
             connect_seconds=self._load_seconds,
@@ -124,6 +128,13 @@ class Supervisor:
                 raise
             except asyncio.CancelledError:
                 self._lose(EngineUnavailableError("the service is shutting down", "shutting_down"))
+                raise
+            except EngineStartError:
+                raise
+            except Exception:
+                self._lose(
+                    EngineUnavailableError("the engine was stopped after an error in the service", "engine_died")
+                )
                 raise
             finally:
                 await events.aclose()

@@ -22,12 +22,15 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class FramingError(ValueError):
-    """The peer sent something that is no frame of ours; the connection is of no further use."""
+    """Bytes that are no frame, so that the connection is of no further use; or a message that no frame can hold."""
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:
-    """One message, ready for the socket. Raises `FramingError` if it is too long to be sent."""
-    payload = _ENCODER.encode(message)
+    """One message, ready for the socket. Raises `FramingError` if it is too long, or no MessagePack can hold it."""
+    try:
+        payload = _ENCODER.encode(message)
+    except (ValueError, OverflowError, TypeError, RecursionError) as error:
+        raise FramingError(f"a {type(message).__name__} cannot be encoded: {error}") from error
     if len(payload) > MAX_FRAME_BYTES:
         raise FramingError(f"a {type(message).__name__} of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}")
     return _LENGTH.pack(len(payload)) + payload
@@ -70,5 +73,5 @@ class FrameReader(Generic[MessageT]):
     def _decode(self, payload: bytes) -> MessageT:
         try:
             return self._decoder.decode(payload)
-        except msgspec.DecodeError as error:
+        except (ValueError, OverflowError, RecursionError) as error:
             raise FramingError(f"a frame of {len(payload)} bytes is no message: {error}") from error

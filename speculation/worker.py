@@ -101,7 +101,8 @@ class Worker:
                     self._commands.put(command)
         except (OSError, FramingError) as error:
             self._log.warning("front_connection_lost", error=str(error))
-        self._commands.put(None)
+        finally:  # whatever ended the thread: an engine that hears nothing must not look alive
+            self._commands.put(None)
 
     def _beat(self) -> None:
         """Thread: say now and then that the process is alive, whatever the other threads do."""
@@ -158,8 +159,23 @@ class Worker:
             self._send_stats()
 
     def _send_outputs(self, outputs: list[SequenceOutput]) -> None:
-        if outputs:
+        if not outputs:
+            return
+        try:
             self._send(StepOutputs(outputs))
+        except FramingError as error:
+            if len(outputs) > 1:
+                for output in outputs:
+                    self._send_outputs([output])
+            else:
+                self._refuse(outputs[0].request_id, error)
+
+    def _refuse(self, request_id: str, error: FramingError) -> None:
+        """End a sequence whose output does not fit in a frame; the others go on."""
+        self._log.error("output_not_sent", request=request_id, error=str(error))
+        self._commands.put(Abort(request_id))  # for when no step is under way
+        message = f"the answer cannot be sent ({error}); ask for fewer logprobs"
+        self._send(Rejected(request_id=request_id, code="invalid", message=message, param="logprobs"))
 
     def _send_stats(self, *, now: bool = False) -> None:
         clock = time.monotonic()

@@ -6,8 +6,10 @@ is still so. Two fronts can therefore not both start experiments on the same tra
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -34,20 +36,31 @@ class Book(msgspec.Struct, frozen=True, kw_only=True):
     default: str | None = None
     """The profile of requests that ask for none; None is the engine's own config."""
     experiments: dict[str, Experiment] = {}
+    unreadable: dict[str, str] = {}
+    """Documents that this version cannot read, by their full names, each with the reason. They stay as they are."""
 
     @classmethod
     def decode(cls, snapshot: Snapshot) -> Book:
-        """The documents of a snapshot. Raises msgspec.MsgspecError for what is none."""
-        profiles, experiments, default = {}, {}, None
+        """The documents of a snapshot. One that cannot be read is left out, and named in `unreadable`."""
+        profiles, experiments, default, unreadable = {}, {}, None, {}
         for name, document in snapshot.documents.items():
             kind, _, key = name.partition("/")
-            if kind == "profile":
-                profiles[key] = msgspec.msgpack.decode(document, type=Profile)
-            elif kind == "experiment":
-                experiments[key] = msgspec.msgpack.decode(document, type=Experiment)
-            elif kind == "default":
-                default = msgspec.msgpack.decode(document, type=str)
-        return cls(revision=snapshot.revision, profiles=profiles, default=default, experiments=experiments)
+            try:
+                if kind == "profile":
+                    profiles[key] = _profile(key, document)
+                elif kind == "experiment":
+                    experiments[key] = _experiment(key, document)
+                elif kind == "default":
+                    default = msgspec.msgpack.decode(document, type=str)
+            except (ValueError, RecursionError) as error:
+                unreadable[name] = str(error)[:200]
+        return cls(
+            revision=snapshot.revision,
+            profiles=profiles,
+            default=default,
+            experiments=experiments,
+            unreadable=unreadable,
+        )
 
     def documents(self) -> Changes:
         """What would make an empty store hold this."""
@@ -61,24 +74,87 @@ class Book(msgspec.Struct, frozen=True, kw_only=True):
         return [experiment for experiment in self.experiments.values() if experiment.takes_traffic]
 
     def experiment(self, name: str) -> Experiment:
-        """Raises `ApiError` (404)."""
+        """Raises `ApiError`: 404, or 409 for one that this version cannot read."""
+        self.check_readable("experiment", name)
         if name not in self.experiments:
             raise ApiError(404, f"no experiment is called {name!r}{_hint(name, self.experiments)}", param="name")
         return self.experiments[name]
 
     def profile(self, name: str) -> Profile:
-        """Raises `ApiError` (404)."""
+        """Raises `ApiError`: 404, or 409 for one that this version cannot read."""
+        self.check_readable("profile", name)
         if name not in self.profiles:
             raise ApiError(404, f"no profile is called {name!r}{_hint(name, self.profiles)}", param="name")
         return self.profiles[name]
 
+    def check_readable(self, kind: str, name: str) -> None:
+        """Raises `ApiError` (409) if the store has a document of that name that this version cannot read."""
+        reason = self.unreadable.get(f"{kind}/{name}")
+        if reason is not None:
+            raise ApiError(
+                409,
+                f"{kind} {name!r} is in the store, but this version of forerun cannot read it ({reason}): change it "
+                f"with the version that wrote it, or delete it",
+                param="name",
+                code="unreadable_document",
+            )
 
-def encode(changes: Mapping[str, object]) -> dict[str, bytes | None]:
-    return {name: None if value is None else msgspec.msgpack.encode(value) for name, value in changes.items()}
+
+def encode(changes: Mapping[str, object], present: Mapping[str, bytes] | None = None) -> dict[str, bytes | None]:
+    """The documents of `changes`. Fields that a newer version has put into one that is `present` are kept."""
+    stored = present or {}
+    return {name: None if value is None else _encode(value, stored.get(name)) for name, value in changes.items()}
+
+
+def _encode(value: object, present: bytes | None) -> bytes:
+    if present is None or not isinstance(value, msgspec.Struct):
+        return msgspec.msgpack.encode(value)
+    try:
+        stored = msgspec.msgpack.decode(present)
+    except (ValueError, RecursionError):
+        stored = None
+    return msgspec.msgpack.encode(_with_unknown_fields(value, stored))
+
+
+def _with_unknown_fields(value: msgspec.Struct, stored: object) -> msgspec.Struct | dict[str, Any]:
+    """`value` with the fields of `stored` that its type does not have; those of the structs inside it, too."""
+    if not isinstance(stored, dict) or value.__struct_config__.forbid_unknown_fields:
+        return value
+    fields = msgspec.structs.asdict(value)
+    for name, inner in fields.items():
+        if isinstance(inner, msgspec.Struct):
+            fields[name] = _with_unknown_fields(inner, stored.get(name))
+    unknown = {name: field for name, field in stored.items() if name not in fields}
+    return {**fields, **unknown} if unknown or any(isinstance(inner, dict) for inner in fields.values()) else value
+
+
+def _profile(name: str, document: bytes) -> Profile:
+    """Raises ValueError for what is no profile of that name."""
+    profile = msgspec.msgpack.decode(document, type=Profile)
+    if profile.name != name:
+        raise ValueError(f"it is profile {profile.name[:64]!r}")
+    return profile
+
+
+def _experiment(name: str, document: bytes) -> Experiment:
+    """Raises ValueError for what is no experiment of that name, or contradicts itself."""
+    experiment = msgspec.msgpack.decode(document, type=Experiment)
+    if experiment.name != name:
+        raise ValueError(f"it is experiment {experiment.name[:64]!r}")
+    num_arms = len(experiment.definition.arms)
+    if not num_arms or {len(experiment.configs), len(experiment.versions), len(experiment.weights)} != {num_arms}:
+        raise ValueError(f"it has {num_arms} arms, but not as many configs, versions and weights")
+    weights = experiment.weights
+    if not all(math.isfinite(weight) and weight >= 0.0 for weight in weights) or not any(weights):
+        raise ValueError("its weights are no shares of traffic")
+    if experiment.promotion is not None and not 0 <= experiment.promotion.arm < num_arms:
+        raise ValueError("the arm that it promoted is none of its own")
+    return experiment
 
 
 def put_profile(book: Book, name: str, config: SpeculationConfig, now: float, *, make_default: bool) -> Changes:
-    """A new profile, or a new version of one."""
+    """A new profile, or a new version of one. Raises `ApiError` (409) for a name whose document cannot be read."""
+    book.check_readable("profile", name)
     known = book.profiles.get(name)
     if known is None and len(book.profiles) >= MAX_PROFILES:
         raise conflict(f"there are {MAX_PROFILES} profiles, the most that are kept; delete one first")
@@ -90,8 +166,12 @@ def put_profile(book: Book, name: str, config: SpeculationConfig, now: float, *,
 
 
 def delete_profile(book: Book, name: str) -> Changes:
-    """Raises `ApiError` (409) for the default, and for what a running experiment would fall back to."""
-    book.profile(name)
+    """Raises `ApiError` (409) for the default, and for what a running experiment would fall back to.
+
+    A document that cannot be read is removed, too: who names it means it.
+    """
+    if f"profile/{name}" not in book.unreadable:
+        book.profile(name)
     if book.default == name:
         raise conflict(f"profile {name!r} is the default; make another one the default first")
     for experiment in book.live:
@@ -105,6 +185,7 @@ def create(
 ) -> Changes:
     """A new experiment, running unless it is a draft. Raises `ApiError`."""
     name = definition.name
+    book.check_readable("experiment", name)
     if name in book.experiments:
         raise conflict(f"an experiment is called {name!r} already; choose another name, or delete it", "name")
     if len(book.experiments) >= MAX_EXPERIMENTS:
@@ -204,8 +285,8 @@ def reweigh(book: Book, name: str, weights: list[float]) -> Changes:
 
 
 def delete(book: Book, name: str) -> Changes:
-    """Raises `ApiError` (409) for an experiment that takes traffic."""
-    if book.experiment(name).takes_traffic:
+    """Raises `ApiError` (409) for an experiment that takes traffic. One that cannot be read is removed, too."""
+    if f"experiment/{name}" not in book.unreadable and book.experiment(name).takes_traffic:
         raise conflict(f"experiment {name!r} takes traffic; stop it first")
     return {f"experiment/{name}": None}
 

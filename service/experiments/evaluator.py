@@ -7,7 +7,10 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 import numpy as np
+import structlog
 
+from cache_store.metadata import StoreUnavailable
+from service.errors import ApiError
 from service.experiments import book as books
 from service.experiments.book import Book, Changes
 from service.experiments.evaluation import levels_of
@@ -15,7 +18,7 @@ from service.experiments.model import Adaptive, Experiment, Promote
 from service.experiments.report import Report
 from service.experiments.sheet import Sheet
 from service.experiments.statistics.allocation import thompson_weights
-from service.experiments.store import ExperimentStore
+from service.experiments.store import ExperimentStore, StoredValueError
 from service.experiments.tally import Tally
 from service.experiments.trace import Trace
 from service.experiments.verdict import report_on
@@ -25,6 +28,8 @@ LEAD_SECONDS = 6.0
 REWEIGH_SECONDS = 10.0
 
 Edit = Callable[[Book], Changes]
+
+_log = structlog.get_logger(__name__)
 
 
 class Evaluator:
@@ -43,22 +48,47 @@ class Evaluator:
         self._clock = clock
         self._reweigh_seconds = reweigh_seconds
         self._reweighed: dict[str, float] = {}
+        self._failures: dict[str, str] = {}
+        """What kept an experiment from being evaluated, by its salt."""
 
     async def evaluate(self, book: Book, front: str) -> None:
-        """One look at every live experiment, if this front leads. Raises `StoreUnavailable` and `ApiError`."""
+        """One look at every live experiment, if this front leads. Raises `StoreUnavailable`."""
         if not book.live or not await self._store.lead(front, LEAD_SECONDS):
             return
         for experiment in book.live:
-            tally = await self._store.tally(experiment.tally_key)
-            report = await asyncio.to_thread(report_on, experiment, tally)
+            try:
+                await self._look_at(experiment)
+            except ApiError as error:
+                # Somebody changed what was to be concluded from; the next look sees it as it is then.
+                _log.info("experiment_conclusion_postponed", experiment=experiment.name, reason=str(error))
+            except StoreUnavailable as error:
+                if not isinstance(error, StoredValueError):
+                    raise
+                self._note(experiment, error)
+            except Exception as error:  # noqa: BLE001 - the other experiments are looked at, too
+                self._note(experiment, error)
+            else:
+                self._failures.pop(experiment.salt, None)
+
+    async def _look_at(self, experiment: Experiment) -> None:
+        tally = await self._store.tally(experiment.tally_key)
+        report = await asyncio.to_thread(report_on, experiment, tally)
+        try:
             await self._trace(experiment, report)
-            edit = self._consequence(experiment, tally, report)
-            if edit is not None:
-                await self._change(edit)
+        except StoredValueError as error:  # it stays as it is: conclusions do not need it
+            self._note(experiment, error)
+        edit = self._consequence(experiment, tally, report)
+        if edit is not None:
+            await self._change(edit)
+
+    def _note(self, experiment: Experiment, error: Exception) -> None:
+        """Log what keeps an experiment from being evaluated, once for as long as it is the same."""
+        if self._failures.get(experiment.salt) != repr(error):
+            self._failures[experiment.salt] = repr(error)
+            _log.error("experiment_not_evaluated", experiment=experiment.name, reason=str(error), exc_info=error)
 
     async def _trace(self, experiment: Experiment, report: Report) -> None:
-        stored = await self._store.trace(experiment.tally_key)
-        trace = msgspec.msgpack.decode(stored, type=Trace) if stored else Trace()
+        trace = Trace.decode(await self._store.trace(experiment.tally_key))
         if trace.add(report, self._clock()):
             await self._store.save_trace(experiment.tally_key, msgspec.msgpack.encode(trace))
 

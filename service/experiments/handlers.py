@@ -45,13 +45,15 @@ class ProfileView(msgspec.Struct, frozen=True, kw_only=True):
     default: bool
 
 
-class ProfileList(msgspec.Struct, frozen=True, kw_only=True):
+class ProfileList(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The body of GET /v1/speculation."""
 
     default: str | None
     """Name of the default profile; null is the engine's own config."""
     methods: list[str]
     profiles: list[ProfileView]
+    unreadable: dict[str, str] = {}
+    """Documents in the store that this version cannot read, each with the reason; absent if there is none."""
 
 
 def setup(app: web.Application, experiments: Experiments) -> None:
@@ -82,7 +84,12 @@ async def list_profiles(request: web.Request) -> web.Response:
     book = await experiments.refresh()
     profiles = [_profile_view(profile, book.default) for _, profile in sorted(book.profiles.items())]
     return json_response(
-        ProfileList(default=book.default, methods=sorted(experiments.served.methods), profiles=profiles)
+        ProfileList(
+            default=book.default,
+            methods=sorted(experiments.served.methods),
+            profiles=profiles,
+            unreadable=book.unreadable,
+        )
     )
 
 
@@ -106,7 +113,8 @@ async def delete_profile(request: web.Request) -> web.Response:
 async def list_experiments(request: web.Request) -> web.Response:
     book = await request.app[EXPERIMENTS].refresh()
     newest_first = sorted(book.experiments.values(), key=lambda one: one.created_at, reverse=True)
-    return json_response({"object": "list", "data": [experiment_view(experiment) for experiment in newest_first]})
+    listed = {"object": "list", "data": [experiment_view(experiment) for experiment in newest_first]}
+    return json_response(listed | ({"unreadable": book.unreadable} if book.unreadable else {}))
 
 
 async def create_experiment(request: web.Request) -> web.Response:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
+import structlog
+
 from cache_store.metadata import StoreUnavailable
 from service.errors import ApiError
 from service.experiments.book import Book, Changes, conflict, encode
@@ -15,6 +17,8 @@ from speculation.messages import SpeculationConfig
 T = TypeVar("T")
 
 MAX_ATTEMPTS = 10
+
+_log = structlog.get_logger(__name__)
 
 
 class BookKeeper:
@@ -27,6 +31,10 @@ class BookKeeper:
             name: Profile(name=name, version=1, speculation=config, updated_at=now) for name, config in initial.items()
         }
         self._book = Book(profiles=dict(self._initial))
+        self._documents: Mapping[str, bytes] = {}
+        """As they are in the store, of the book's revision."""
+        self._reported: dict[str, bytes] = {}
+        """Unreadable documents that were logged, by name."""
 
     @property
     def book(self) -> Book:
@@ -48,7 +56,7 @@ class BookKeeper:
         for _ in range(MAX_ATTEMPTS):
             book = await self.refresh()
             changes = edit(book)
-            if not changes or await answered(self._store.write(book.revision, encode(changes))):
+            if not changes or await answered(self._store.write(book.revision, encode(changes, self._documents))):
                 return await self.refresh()
         raise conflict("others keep changing profiles and experiments; try again")
 
@@ -59,13 +67,23 @@ class BookKeeper:
         if snapshot.revision == 0:
             missing = self._book.documents()
         elif self._initial:
-            known = Book.decode(snapshot).profiles
-            missing = {f"profile/{name}": profile for name, profile in self._initial.items() if name not in known}
+            initial = {f"profile/{name}": profile for name, profile in self._initial.items()}
+            missing = {name: profile for name, profile in initial.items() if name not in snapshot.documents}
         if missing:
             await self._store.write(snapshot.revision, encode(missing))
             snapshot = await self._store.read()
         self._initial = {}
-        self._book = Book.decode(snapshot)
+        self._book, self._documents = Book.decode(snapshot), snapshot.documents
+        self._note_unreadable()
+
+    def _note_unreadable(self) -> None:
+        """Log each unreadable document once for as long as it stays the same."""
+        unreadable = {name: self._documents[name] for name in self._book.unreadable}
+        for name, document in unreadable.items():
+            if self._reported.get(name) != document:
+                reason = self._book.unreadable[name]
+                _log.error("experiment_document_unreadable", document=name[:200], reason=reason)
+        self._reported = unreadable
 
 
 async def answered(answer: Awaitable[T]) -> T:

@@ -6,8 +6,12 @@ import asyncio
 import secrets
 from collections.abc import Collection
 
-from service.experiments.store import ExperimentStore
+import structlog
+
+from service.experiments.store import ExperimentStore, StoredValueError
 from service.experiments.tally import Tally
+
+_log = structlog.get_logger(__name__)
 
 
 class Ledger:
@@ -20,6 +24,8 @@ class Ledger:
         self._sending = asyncio.Lock()
         self._open: dict[str, Tally] = {}
         self._sent: dict[str, tuple[int, Tally]] = {}
+        self._refused: set[str] = set()
+        """Keys whose stored value is no tally."""
 
     @property
     def front(self) -> str:
@@ -42,5 +48,14 @@ class Ledger:
                     self._sent[key] = (self._number, self._open.pop(key))
             for key, (number, tally) in list(self._sent.items()):
                 if key in known:
-                    await self._store.add(key, self._front, number, tally)
+                    try:
+                        await self._store.add(key, self._front, number, tally)
+                    except StoredValueError as error:
+                        self._note_refused(key, error)
                 del self._sent[key]
+
+    def _note_refused(self, key: str, error: StoredValueError) -> None:
+        """What the store holds under `key` is no tally: what was seen is lost, which is logged once."""
+        if key not in self._refused:
+            self._refused.add(key)
+            _log.error("experiment_tally_unreadable", key=key, reason=str(error))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
 import msgspec
 import structlog
 
 from cache_store.metadata import StoreUnavailable
+from service.background import logged_failures, run_forever, start_task
 from service.errors import ApiError, did_you_mean
 from service.experiments import book as books
 from service.experiments.assignment import RequestFacts, matches, place, traffic_weights
@@ -82,6 +83,8 @@ class Experiments:
         self._keeper = BookKeeper(store, initial_profiles or {}, clock())
         self._ledger = Ledger(store)
         self._evaluator = Evaluator(store, self._keeper.change, clock)
+        self._broken: set[str] = set()
+        """Experiments whose requests could not be assigned or counted."""
         self._failing: set[str] = set()
         """Which exchanges with the store failed last: one that reads may go well where one that writes does not."""
 
@@ -92,23 +95,12 @@ class Experiments:
         if facts.has_own_speculation:
             return None
         for experiment in self.book.live:
-            tally = self._ledger.tally(experiment.tally_key)
-            tally.add("c.considered", 1.0)
-            if not matches(experiment.definition.filter, facts):
-                continue
-            tally.add("c.matched", 1.0)
-            found = place(experiment, facts)
-            if found is None:
-                return None
-            tally.add("c.assigned", 1.0)
-            return Assignment(
-                experiment=experiment.name,
-                arm=experiment.definition.arms[found.arm].name,
-                speculation=experiment.configs[found.arm],
-                key=experiment.tally_key,
-                definition=experiment.definition,
-                request=Request(found, traffic_weights(experiment), facts.num_prompt_tokens, facts.queue_depth),
-            )
+            try:
+                if not self._matches(experiment, facts):
+                    continue
+                return self._assigned(experiment, facts)
+            except Exception as error:  # noqa: BLE001 - the request is answered without this experiment
+                self._note_broken(experiment.name, error)
         return None
 
     def observe(self, assignment: Assignment, outcome: Outcome) -> None:
@@ -117,7 +109,10 @@ class Experiments:
         closed_at = None if experiment is None else experiment.closed_at(assignment.key)
         if closed_at is not None and self._clock() > closed_at + GRACE_SECONDS:
             return
-        record(self._ledger.tally(assignment.key), assignment.definition, assignment.request, outcome)
+        try:
+            record(self._ledger.tally(assignment.key), assignment.definition, assignment.request, outcome)
+        except Exception as error:  # noqa: BLE001 - the request was answered, counted or not
+            self._note_broken(assignment.experiment, error)
 
     def observe_audit(self, assignment: Assignment, *, diverged: bool) -> None:
         """Count a request that was run again without speculation, and whether its tokens differed, however late."""
@@ -210,9 +205,10 @@ class Experiments:
 
     async def delete(self, name: str) -> None:
         """Drop an experiment that takes no traffic, and all it has seen."""
-        experiment = (await self._keeper.refresh()).experiment(name)
+        experiment = (await self._keeper.refresh()).experiments.get(name)
+        keys = () if experiment is None else experiment.keys  # of one that cannot be read they are not known
         await self._keeper.change(lambda book: books.delete(book, name))
-        for key in experiment.keys:
+        for key in keys:
             await answered(self._store.forget(key))
 
     async def report(self, name: str) -> Report:
@@ -225,18 +221,21 @@ class Experiments:
     async def trace(self, name: str) -> Trace:
         """How the intervals went."""
         experiment = (await self._keeper.refresh()).experiment(name)
-        stored = await answered(self._store.trace(experiment.tally_key))
-        return msgspec.msgpack.decode(stored, type=Trace) if stored else Trace()
+        return await answered(self._trace(experiment.tally_key))
 
     # How it keeps up to date.
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Share what is seen and what changes, and act on it, until left; then hand over the rest, close the store."""
-        await self._share()
+        with logged_failures("first exchange of experiments"):
+            await self._share()
         tasks = [
-            asyncio.create_task(_forever(self._share, FLUSH_SECONDS)),
-            asyncio.create_task(_forever(self._evaluate, EVALUATION_SECONDS)),
+            start_task("exchange of experiments", run_forever("exchange of experiments", self._share, FLUSH_SECONDS)),
+            start_task(
+                "evaluation of experiments",
+                run_forever("evaluation of experiments", self._evaluate, EVALUATION_SECONDS),
+            ),
         ]
         try:
             yield
@@ -244,7 +243,8 @@ class Experiments:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._share()
+            with logged_failures("last exchange of experiments"):
+                await self._share()
             await self._store.close()
 
     async def _share(self) -> None:
@@ -263,14 +263,43 @@ class Experiments:
             await self._evaluator.evaluate(self.book, self._ledger.front)
         except StoreUnavailable as error:
             self._note("evaluate", str(error))
-        except ApiError as error:
-            # Somebody changed what was to be concluded from; the next look sees it as it is then.
-            _log.info("experiment_conclusion_postponed", reason=str(error))
         else:
             self._note("evaluate")
 
     async def _flush(self) -> None:
         await self._ledger.flush({key for experiment in self.book.experiments.values() for key in experiment.keys})
+
+    def _matches(self, experiment: Experiment, facts: RequestFacts) -> bool:
+        tally = self._ledger.tally(experiment.tally_key)
+        tally.add("c.considered", 1.0)
+        if not matches(experiment.definition.filter, facts):
+            return False
+        tally.add("c.matched", 1.0)
+        return True
+
+    def _assigned(self, experiment: Experiment, facts: RequestFacts) -> Assignment | None:
+        """The arm of a request that matches; None if it has no unit."""
+        found = place(experiment, facts)
+        if found is None:
+            return None
+        self._ledger.tally(experiment.tally_key).add("c.assigned", 1.0)
+        return Assignment(
+            experiment=experiment.name,
+            arm=experiment.definition.arms[found.arm].name,
+            speculation=experiment.configs[found.arm],
+            key=experiment.tally_key,
+            definition=experiment.definition,
+            request=Request(found, traffic_weights(experiment), facts.num_prompt_tokens, facts.queue_depth),
+        )
+
+    async def _trace(self, key: str) -> Trace:
+        return Trace.decode(await self._store.trace(key))
+
+    def _note_broken(self, name: str, error: Exception) -> None:
+        """Log once that an experiment cannot be served as it is in the store."""
+        if name not in self._broken:
+            self._broken.add(name)
+            _log.error("experiment_broken", experiment=name, reason=str(error), exc_info=error)
 
     def _note(self, exchange: str, failure: str = "") -> None:
         """Say once that the store went, and once that it came back."""
@@ -304,9 +333,3 @@ class _Configs(Mapping[str, SpeculationConfig]):
 
     def __len__(self) -> int:
         return len(self._keeper.book.profiles)
-
-
-async def _forever(step: Callable[[], Awaitable[None]], seconds: float) -> None:
-    while True:
-        await asyncio.sleep(seconds)
-        await step()

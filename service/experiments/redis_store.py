@@ -14,6 +14,7 @@ Each operation is one script, hence atomic and one round trip. All keys of a nam
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -24,12 +25,15 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from cache_store.metadata import StoreUnavailable
 from service.experiments.statistics.units import MAX_UNITS
-from service.experiments.store import Snapshot
+from service.experiments.store import Snapshot, StoredValueError
 from service.experiments.tally import Tally
+
+_VALUE_FAULT = re.compile(r"WRONGTYPE|not a (valid )?float|not an integer|attempt to (compare|perform arithmetic)")
+"""What the server says when a value that is there is of another kind, whatever its version."""
 
 # Keys: documents, revision. Arguments: expected revision, then for each change its name, "1" or "0" and its document.
 WRITE = """
@@ -121,13 +125,13 @@ class RedisExperimentStore:
 
     async def revision(self) -> int:
         async with self._bounded():
-            return int(await self._client.get(self._key("revision")) or 0)
+            return self._revision_of(await self._client.get(self._key("revision")) or 0)
 
     async def read(self) -> Snapshot:
         """See `ExperimentStore`."""
         revision, documents = await self._run(self._read, ["documents", "revision"], [])
-        names = [name.decode() for name in documents[::2]]
-        return Snapshot(int(revision), dict(zip(names, documents[1::2], strict=True)))
+        names = [name.decode(errors="backslashreplace") for name in documents[::2]]
+        return Snapshot(self._revision_of(revision), dict(zip(names, documents[1::2], strict=True)))
 
     async def write(self, expected_revision: int, changes: Mapping[str, bytes | None]) -> bool:
         """See `ExperimentStore`."""
@@ -148,11 +152,16 @@ class RedisExperimentStore:
     async def tally(self, key: str) -> Tally:
         """See `ExperimentStore`."""
         sums, units = await self._run(self._tally, [f"tally:{key}", f"units:{key}"], [])
-        names = [name.decode() for name in sums[::2]]
-        return Tally(
-            sums=dict(zip(names, map(float, sums[1::2]), strict=True)),
-            units={int(unit): int(arm) for unit, arm in (member.split() for member in units)},
-        )
+        try:
+            amounts = [float(amount) for amount in sums[1::2]]
+            if not all(map(math.isfinite, amounts)):
+                raise ValueError("a sum is not finite")
+            return Tally(
+                sums=dict(zip([name.decode() for name in sums[::2]], amounts, strict=True)),
+                units={int(unit): int(arm) for unit, arm in (member.split() for member in units)},
+            )
+        except ValueError as error:
+            raise StoredValueError(f"{self._key(f'tally:{key}')} cannot be read: {error}") from error
 
     async def save_trace(self, key: str, trace: bytes) -> None:
         async with self._bounded():
@@ -175,6 +184,12 @@ class RedisExperimentStore:
     async def close(self) -> None:
         await self._client.aclose()
 
+    def _revision_of(self, stored: bytes | str | int) -> int:
+        try:
+            return int(stored)
+        except ValueError as error:
+            raise StoredValueError(f"{self._key('revision')} is {str(stored)[:40]}, not a number") from error
+
     def _key(self, name: str) -> str:
         return self._prefix + name
 
@@ -190,5 +205,8 @@ class RedisExperimentStore:
                 yield
         except TimeoutError as error:
             raise StoreUnavailable(f"no answer within {self._timeout} s") from error
+        except ResponseError as error:
+            kind = StoredValueError if _VALUE_FAULT.search(str(error)) else StoreUnavailable
+            raise kind(f"{type(error).__name__}: {error}") from error
         except (RedisError, OSError) as error:
             raise StoreUnavailable(f"{type(error).__name__}: {error}") from error

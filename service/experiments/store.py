@@ -6,7 +6,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
+from cache_store.metadata import StoreUnavailable
 from service.experiments.tally import Tally
+
+
+class StoredValueError(StoreUnavailable):
+    """The store answers, but what it holds under one name is nothing that this version can read or add to."""
 
 
 class Snapshot(NamedTuple):
@@ -17,7 +22,10 @@ class Snapshot(NamedTuple):
 
 
 class ExperimentStore(Protocol):
-    """Small documents that change together, and tallies that only grow. All methods may raise `StoreUnavailable`."""
+    """Small documents that change together, and tallies that only grow. All methods may raise `StoreUnavailable`.
+
+    A value that cannot be read raises `StoredValueError`, which concerns this value alone.
+    """
 
     async def revision(self) -> int: ...
 

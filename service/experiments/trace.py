@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from service.experiments.report import Effect, Report
+from service.experiments.store import StoredValueError
 
 MAX_POINTS = 400
 
@@ -33,6 +34,16 @@ class Trace(msgspec.Struct, kw_only=True):
     points: list[Point] = []
     stride: int = 1
     skipped: int = 0
+
+    @classmethod
+    def decode(cls, stored: bytes | None) -> Trace:
+        """The trace that a store has kept; an empty one for None. Raises `StoredValueError` for what is none."""
+        if not stored:
+            return cls()
+        try:
+            return msgspec.msgpack.decode(stored, type=cls)
+        except (ValueError, RecursionError) as error:
+            raise StoredValueError(f"the stored trace cannot be read: {error}") from error
 
     def add(self, report: Report, now: float) -> bool:
         """Keep a look if it brought something new and its turn has come. Says whether the trace changed."""

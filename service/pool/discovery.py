@@ -8,6 +8,7 @@ from collections.abc import Callable
 import structlog
 
 from cache_store.metadata import EngineStatus
+from service.background import run_forever
 from service.pool.address import SCHEME
 from service.pool.engine_pool import EnginePool
 from service.pool.member import Member
@@ -39,24 +40,30 @@ class Discovery:
         self._instances: dict[str, str] = {}
         """The life of each engine that was last heard of."""
         self._strangers: set[str] = set()
+        self._refused: set[tuple[str, str]] = set()
+        """Ids and addresses of announcements that could not be used; each is logged once."""
         self._log = structlog.get_logger("forerun.pool")
 
     async def run(self) -> None:
         """Look until cancelled; then every connection is closed."""
         try:
-            while True:
-                statuses = await self._store.guarded.engines()
-                if statuses is not None:
-                    await self._follow(statuses)
-                await asyncio.sleep(LOOK_SECONDS)
+            await run_forever("engines in the store", self._look, LOOK_SECONDS)
         finally:
             await self._end(list(self._tasks))
+
+    async def _look(self) -> None:
+        statuses = await self._store.guarded.engines()
+        if statuses is not None:
+            await self._follow(statuses)
 
     async def _follow(self, statuses: list[EngineStatus]) -> None:
         """Connect who is new, and forget who has been gone for as long as the store remembers anybody."""
         found = {status.engine_id: status for status in statuses if self._is_ours(status)}
         for engine_id, status in found.items():
             member = self._pool.members.get(engine_id)
+            if member is not None and engine_id not in self._tasks:
+                self._refuse(status, "an engine of this front's own has that id")
+                continue
             if member is not None and member.address != status.address:
                 await self._end([engine_id])
                 member = None
@@ -65,6 +72,7 @@ class Discovery:
             elif member is not None:
                 member.num_held_by_store = status.blocks_held
                 self._note_draining(member, status)
+        self._refused = {refused for refused in self._refused if refused[0] in found}
         for engine_id in list(self._tasks):
             self._missed[engine_id] = 0 if engine_id in found else self._missed.get(engine_id, 0) + 1
         patience = self._store.retention.ttl_seconds / LOOK_SECONDS
@@ -102,9 +110,26 @@ class Discovery:
 
     def _start(self, status: EngineStatus) -> None:
         member = self._pool.add(status.engine_id, status.address)
-        remote = self._connect(member)
+        try:
+            remote = self._connect(member)
+        except Exception as error:  # noqa: BLE001 - one announcement must not hide the others
+            self._pool.remove(member)
+            self._refuse(status, str(error))
+            return
         self._instances[status.engine_id] = status.instance
         self._tasks[status.engine_id] = asyncio.create_task(remote.run(), name=status.engine_id)
+
+    def _refuse(self, status: EngineStatus, reason: str) -> None:
+        """Log once that an announcement in the store cannot be used."""
+        announced = (status.engine_id, status.address)
+        if announced not in self._refused:
+            self._refused.add(announced)
+            self._log.warning(
+                "engine announced in the store cannot be used",
+                engine=status.engine_id[:100],
+                address=status.address[:100],
+                reason=reason[:300],
+            )
 
     async def _end(self, engine_ids: list[str]) -> None:
         """Give up engines. What they still had is placed again, unless the service ends."""

@@ -9,6 +9,7 @@ from statistics import mean
 
 import structlog
 
+from service.background import run_forever
 from service.engine_client import EngineRejectedError, EngineUnavailableError, OutputStream
 from service.pool.flight import Flight
 from service.pool.member import Member
@@ -109,9 +110,11 @@ class EnginePool:
 
     async def run(self) -> None:
         """Find engines for sequences that wait for one, until cancelled."""
-        while True:
-            await asyncio.sleep(RETRY_SECONDS)
+
+        async def place_waiting() -> None:
             self._place_waiting()
+
+        await run_forever("waiting sequences", place_waiting, RETRY_SECONDS)
 
     def submit(self, submits: Sequence[Submit], *, is_internal: bool = False) -> OutputStream:
         """The outputs of one request's sequences. Entering the context submits them.
@@ -121,7 +124,10 @@ class EnginePool:
         return OutputStream(self, submits, is_internal=is_internal)
 
     async def open(self, stream: OutputStream, submits: Sequence[Submit]) -> None:
-        """Send a stream's sequences. Raises `EngineUnavailableError` if no engine serves."""
+        """Send a stream's sequences. Raises `EngineUnavailableError` if no engine serves, or what `Member.take` does.
+
+        When it raises, sequences that were sent before are still counted: `OutputStream` forgets them.
+        """
         ready = self.ready
         if ready is None:
             raise EngineUnavailableError("no engine is ready; try again shortly", "engine_not_ready")
@@ -135,8 +141,8 @@ class EnginePool:
         now = self._clock()
         for flight in flights:
             flight.waits_since = now
-            self._flights[flight.request_id] = flight
             self._place(flight, held[flight.prompt_key])
+            self._flights[flight.request_id] = flight
             if flight.member is not None:  # its siblings may share what it computes
                 held[flight.prompt_key][flight.member.engine_id] = len(flight.hashes)
 
@@ -176,21 +182,44 @@ class EnginePool:
         """An engine has died with these on board. They go on elsewhere, unless the service ends."""
         self._prefixes.forget(member.engine_id)
         for flight in flights:
-            if flight.is_aborted:
-                self._drop(flight)
-                flight.deliver_abort()
-            elif error.code == "shutting_down":
-                self._fail(flight, error)
-            elif flight.num_strikes >= self._failover_attempts:
-                self._give_up(flight, f"{flight.num_strikes} engines died soon after they took it; the last: {error}")
-            else:
-                self.num_resumed += 1
-                self._resume(flight)
+            try:
+                self._lost(flight, error)
+            except Exception as broken:  # noqa: BLE001 - ends this sequence alone
+                self._end_broken(flight, broken)
         if flights and error.code != "shutting_down":
             self._log.warning("engine lost", engine=member.engine_id, resumed=len(flights), waiting=len(self._waiting))
 
     def rejected(self, member: Member, flight: Flight, rejected: Rejected) -> None:
         """An engine does not take a sequence: perhaps another does."""
+        try:
+            self._rejected(member, flight, rejected)
+        except Exception as broken:  # noqa: BLE001 - ends this sequence alone
+            self._end_broken(flight, broken)
+
+    def deliver(self, flight: Flight, output: SequenceOutput) -> None:
+        """An output has come."""
+        try:
+            self._deliver(flight, output)
+        except Exception as broken:  # noqa: BLE001 - ends this sequence alone
+            self._end_broken(flight, broken)
+
+    def note_stats(self) -> None:
+        """An engine has said new numbers."""
+        self._on_stats(add([member.totals.all for member in self.members.values()]))
+
+    def _lost(self, flight: Flight, error: EngineUnavailableError) -> None:
+        if flight.is_aborted:
+            self._drop(flight)
+            flight.deliver_abort()
+        elif error.code == "shutting_down":
+            self._fail(flight, error)
+        elif flight.num_strikes >= self._failover_attempts:
+            self._give_up(flight, f"{flight.num_strikes} engines died soon after they took it; the last: {error}")
+        else:
+            self.num_resumed += 1
+            self._resume(flight)
+
+    def _rejected(self, member: Member, flight: Flight, rejected: Rejected) -> None:
         flight.member = None
         if rejected.code == "draining":
             member.is_draining = True
@@ -204,8 +233,7 @@ class EnginePool:
         else:
             self._resume(flight)
 
-    def deliver(self, flight: Flight, output: SequenceOutput) -> None:
-        """An output has come."""
+    def _deliver(self, flight: Flight, output: SequenceOutput) -> None:
         if output.finish_reason is not None:
             self._drop(flight)
             if (member := flight.member) is not None:
@@ -217,10 +245,6 @@ class EnginePool:
         if gap is not None and not flight.stream.is_internal:
             self._on_gap(gap)
 
-    def note_stats(self) -> None:
-        """An engine has said new numbers."""
-        self._on_stats(add([member.totals.all for member in self.members.values()]))
-
     def _resume(self, flight: Flight) -> None:
         flight.waits_since = self._clock()
         self._place(flight, self._prefixes.guess(flight.hashes, self.serving))
@@ -229,14 +253,23 @@ class EnginePool:
         """Whoever waits gets an engine, if there is one by now, or an error, if that took too long."""
         now = self._clock()
         for flight in list(self._waiting.values()):
-            if now - flight.waits_since > self._failover_seconds and not self._is_behind_suspects(flight):
-                self._give_up(flight, f"no other engine could take over within {self._failover_seconds:g} s")
-                continue
-            flight.refused_by.clear()
-            self._place(flight, self._prefixes.guess(flight.hashes, self.serving))
+            try:
+                self._place_again(flight, now)
+            except Exception as broken:  # noqa: BLE001 - ends this sequence alone
+                self._end_broken(flight, broken)
+
+    def _place_again(self, flight: Flight, now: float) -> None:
+        if now - flight.waits_since > self._failover_seconds and not self._is_behind_suspects(flight):
+            self._give_up(flight, f"no other engine could take over within {self._failover_seconds:g} s")
+            return
+        flight.refused_by.clear()
+        self._place(flight, self._prefixes.guess(flight.hashes, self.serving))
 
     def _place(self, flight: Flight, held: dict[str, int]) -> None:
-        """Give a sequence to the engine that the routing chooses; or let it wait, if none may have it now."""
+        """Give a sequence to the engine that the routing chooses; or let it wait, if none may have it now.
+
+        Raises what `Member.take` raises; then no engine has it.
+        """
         candidates = self._candidates(flight)
         if not candidates:
             self._waiting[flight.request_id] = flight
@@ -250,9 +283,9 @@ class EnginePool:
         if not flight.stream.is_internal:
             self._typical_tokens = _mean(self._typical_tokens, flight.num_uncached_tokens)
         member = self.members[quote.engine_id]
+        member.take(flight, flight.remainder())
         flight.begin_life(member, self._clock())
         self._prefixes.sent(member, flight.hashes)
-        member.take(flight, flight.remainder())
 
     def _quote(self, member: Member, rates: Mapping[str, float], num_prompt: int, num_held: int) -> Quote:
         num_cached = num_held * member.ready.block_size if member.ready is not None else 0
@@ -306,6 +339,16 @@ class EnginePool:
         self.num_given_up += 1
         message = f"the engine stopped while this request ran, and it could not go on: {reason}"
         self._fail(flight, EngineUnavailableError(message, "engine_died"))
+
+    def _end_broken(self, flight: Flight, error: Exception) -> None:
+        """End one sequence whose handling raised `error`, here and on its engine. No other sequence notices."""
+        self._log.error("sequence ended by an error", sequence=flight.request_id, reason=str(error), exc_info=error)
+        self.num_given_up += 1
+        self.forget(flight.request_id)
+        if not isinstance(error, EngineRejectedError):
+            message = "this request could not go on because of an error in the service; its log has the details"
+            error = EngineUnavailableError(message, "engine_died")
+        flight.stream.fail(error)
 
     def _fail(self, flight: Flight, error: Exception) -> None:
         self._drop(flight)

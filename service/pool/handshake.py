@@ -107,7 +107,7 @@ async def _read(reader: asyncio.StreamReader, kind: type[MessageT]) -> MessageT:
         raise HandshakeError(f"a frame announces {length} bytes; the limit is {MAX_BYTES}")
     try:
         return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise HandshakeError(f"no {kind.__name__}: {error}") from error
 
 

@@ -32,6 +32,10 @@ MAX_UNSENT_BYTES = 64 * 1024 * 1024
 """A front that leaves so much unread is as good as dead."""
 
 
+class ProtocolError(Exception):
+    """A front said something that is a command, but not one that may come now."""
+
+
 class FrontConnection:
     """One connected front and its sequences."""
 
@@ -92,8 +96,14 @@ class Listener:
         self._member.drain()
 
     def dispatch(self, event: Event) -> None:
-        """Pass on what the engine says."""
+        """Pass on what the engine says. An event that cannot be passed on is logged, and those behind it are."""
         self._member.dispatch(event)
+        try:
+            self._dispatch(event)
+        except Exception:  # noqa: BLE001 - the engine and other fronts go on
+            self._log.exception("an event of the engine could not be passed on", event_type=type(event).__name__)
+
+    def _dispatch(self, event: Event) -> None:
         match event:
             case StepOutputs():
                 self._pass_on(event)
@@ -136,10 +146,12 @@ class Listener:
                 await self._listen(front, reader)
         except DepartedError:
             self._log.debug("a connection without a word", peer=peer)
-        except (HandshakeError, FramingError) as error:
+        except (HandshakeError, FramingError, ProtocolError) as error:
             self._log.warning("front refused", peer=peer, reason=str(error))
         except OSError as error:
             self._log.warning("front lost", peer=peer, reason=str(error))
+        except Exception:  # noqa: BLE001 - the engine and other fronts go on
+            self._log.exception("connection of a front ended by an error of the engine's service", peer=peer)
         finally:
             self._serving.discard(task)
             self._leave(front)
@@ -163,8 +175,10 @@ class Listener:
         match command:
             case Submit():
                 request_id = f"{front.name}/{command.request_id}"
-                front.live.add(request_id)
+                if request_id in front.live:
+                    raise ProtocolError(f"it submitted {command.request_id[:100]!a}, which runs already")
                 self._send(msgspec.structs.replace(command, request_id=request_id))
+                front.live.add(request_id)
             case Abort():
                 self._send(Abort(f"{front.name}/{command.request_id}"))
             case Prefer():

@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from service.engine_client import EngineUnavailableError
+import structlog
+
+from service.engine_client import EngineRejectedError, EngineUnavailableError
 from service.pool.routing import Load
 from service.pool.statistics import Totals
+from speculation.framing import FramingError
 from speculation.messages import (
     Abort,
     Alive,
@@ -72,6 +75,7 @@ class Member:
         """Set while it is loaded and warm."""
         self._pool = pool
         self._send: Send | None = None
+        self._log = structlog.get_logger("forerun.pool").bind(engine=engine_id)
 
     @property
     def is_serving(self) -> bool:
@@ -161,7 +165,13 @@ class Member:
         self._pool.lost(self, flights, error)
 
     def dispatch(self, event: Event) -> None:
-        """Hand on an event of the engine."""
+        """Hand on an event of the engine. One that cannot be handled is logged, and those behind it are."""
+        try:
+            self._dispatch(event)
+        except Exception:  # noqa: BLE001 - the engine and its other events go on
+            self._log.exception("an event of the engine could not be handled", event_type=type(event).__name__)
+
+    def _dispatch(self, event: Event) -> None:
         match event:
             case StepOutputs():
                 for output in event.outputs:
@@ -180,10 +190,19 @@ class Member:
                 pass
 
     def take(self, flight: Flight, submit: Submit) -> None:
-        """Send a sequence here. Only while it serves."""
+        """Send a sequence here. Only while it serves. Raises `EngineRejectedError` for what cannot be sent.
+
+        Whatever is raised, nothing of the sequence is kept here.
+        """
         assert self._send is not None
+        try:
+            self._send(submit)
+        except FramingError as error:
+            message = f"this request cannot be sent to an engine: {error}"
+            raise EngineRejectedError(
+                Rejected(request_id=flight.request_id, code="invalid", message=message)
+            ) from error
         self.flights[flight.request_id] = flight
-        self._send(submit)
 
     def abort(self, request_id: str) -> None:
         """End a sequence; its last output still comes."""

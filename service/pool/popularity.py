@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from cache_store.metadata import PrefixUse
+from service.background import run_forever
 from service.pool.store import PoolStore
 from speculation.messages import Submit
 
@@ -38,9 +38,7 @@ class Popularity:
 
     async def run(self) -> None:
         """Record until cancelled."""
-        while True:
-            await asyncio.sleep(RECORD_SECONDS)
-            await self.flush()
+        await run_forever("popular prefixes", self.flush, RECORD_SECONDS)
 
     async def flush(self) -> None:
         """Record now. What the store does not take is not kept."""

@@ -65,7 +65,9 @@ class RayEngines:
             try:
                 async with self._driver() as driver:
                     await self._follow(driver)
-            except RayLostError as lost:
+            except Exception as lost:
+                if not isinstance(lost, RayLostError):
+                    self._log.exception("what speaks to Ray ended by an error of the service")
                 if not self._has_placed:
                     raise ValueError(str(lost)) from lost
                 self._note_lost(str(lost))
@@ -86,10 +88,13 @@ class RayEngines:
 
     async def _hear(self, driver: asyncio.subprocess.Process) -> Message:
         assert driver.stdout is not None
-        line = await driver.stdout.readline()
-        if not line:
-            raise RayLostError(f"what speaks to Ray is gone{describe_exit(await driver.wait())}")
-        return msgspec.json.decode(line, type=Message)
+        try:
+            line = await driver.stdout.readline()
+            if line:
+                return msgspec.json.decode(line, type=Message)
+        except ValueError as error:  # a line that is too long, or no message
+            raise RayLostError(f"what speaks to Ray said something else: {error}") from error
+        raise RayLostError(f"what speaks to Ray is gone{describe_exit(await driver.wait())}")
 
     def _note(self, message: Message) -> None:
         match message:

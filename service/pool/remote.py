@@ -50,7 +50,9 @@ class RemoteEngine:
         while True:
             try:
                 await self._live()
-            except EngineDiedError as died:
+            except Exception as died:  # noqa: BLE001 - the connection is made again
+                if not isinstance(died, EngineDiedError):
+                    self._log.exception("the connection to an engine ended by an error of the service")
                 served = self._member.ready is not None
                 self._lose(EngineUnavailableError(f"the engine was lost ({died})", "engine_died"))
                 pause = FIRST_PAUSE_SECONDS if served else min(2 * pause, LONGEST_PAUSE_SECONDS)

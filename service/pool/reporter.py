@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from cache_store.block_publisher import BlockPublisher
 from cache_store.metadata import EngineStatus, StoreUnavailable
+from service.background import logged_failures, run_forever, start_task
 from service.pool.member import Member
 from service.pool.prefixes import Prefixes
 from service.pool.store import PoolStore
@@ -14,6 +15,8 @@ from service.pool.warm_start import warm
 from speculation.messages import BlocksChanged
 
 ADVICE_SECONDS = 2.0
+PUBLISHER_PAUSE_SECONDS = 1.0
+"""How long reports to the store rest after an error of the service itself."""
 MOST_ADVISED = 64
 
 
@@ -35,7 +38,8 @@ class Reporter:
         """A life begins."""
         self._member.is_warming = self._warm_seconds > 0
         self._publisher = BlockPublisher(self._store.store, self._store.health, self._member.engine_id)
-        self._task = asyncio.create_task(self._follow(self._publisher, self._task), name=self._member.engine_id)
+        name = f"reports of {self._member.engine_id}"
+        self._task = start_task(name, self._follow(self._publisher, self._task))
 
     def changed(self, change: BlocksChanged) -> None:
         """Blocks came and went."""
@@ -60,24 +64,27 @@ class Reporter:
             await asyncio.wait({before})
         try:
             if self._member.is_warming:
-                hot = await self._store.guarded.hot_prefixes(self._warm_prefixes)
-                await warm(self._member, hot, self._warm_seconds)
+                with logged_failures(f"warm start of {self._member.engine_id}"):
+                    hot = await self._store.guarded.hot_prefixes(self._warm_prefixes)
+                    await warm(self._member, hot, self._warm_seconds)
                 self._member.open()
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(publisher.run(lambda: self._status(publisher)), name="publisher")
-                tasks.create_task(self._advise(), name="advice")
+                tasks.create_task(self._publish(publisher), name="publisher")
+                tasks.create_task(run_forever("advice", self._advise, ADVICE_SECONDS), name="advice")
         finally:
             if self._store.health.is_up:
-                with suppress(StoreUnavailable):
+                with logged_failures(f"farewell of {self._member.engine_id}"), suppress(StoreUnavailable):
                     await self._store.store.leave(self._member.engine_id)
 
+    async def _publish(self, publisher: BlockPublisher) -> None:
+        """Announce the engine and its blocks until cancelled."""
+        await run_forever("publisher", lambda: publisher.run(lambda: self._status(publisher)), PUBLISHER_PAUSE_SECONDS)
+
     async def _advise(self) -> None:
-        """Tell the engine now and then what the whole pool is asked for, so that it keeps that."""
-        while True:
-            await asyncio.sleep(ADVICE_SECONDS)
-            hot = [prefix.block_hash for prefix in await self._store.guarded.hot_prefixes(MOST_ADVISED)]
-            if hot:
-                self._member.prefer(hot)
+        """Tell the engine what the whole pool is asked for, so that it keeps that."""
+        hot = [prefix.block_hash for prefix in await self._store.guarded.hot_prefixes(MOST_ADVISED)]
+        if hot:
+            self._member.prefer(hot)
 
     def _status(self, publisher: BlockPublisher) -> EngineStatus:
         ready, stats = self._member.ready, self._member.totals.latest

@@ -29,10 +29,14 @@ async def warm(member: Member, hot: Sequence[HotPrefix], seconds: float) -> int:
     try:
         async with asyncio.timeout(seconds):
             for submit in _submits(ready, hot):
-                async with OutputStream(_Only(member), [submit]) as stream:
-                    await stream.take()
-                num_warm += 1
-    except (TimeoutError, EngineUnavailableError, EngineRejectedError) as error:
+                try:
+                    async with OutputStream(_Only(member), [submit]) as stream:
+                        await stream.take()
+                except EngineRejectedError as error:
+                    _log.warning("hot prefix not computed", engine=member.engine_id, reason=str(error))
+                else:
+                    num_warm += 1
+    except (TimeoutError, EngineUnavailableError) as error:
         _log.warning("warm start ended early", engine=member.engine_id, reason=str(error) or "out of time")
     _log.info("warm start", engine=member.engine_id, prefixes=num_warm)
     return num_warm
@@ -46,7 +50,12 @@ def _submits(ready: Ready, hot: Sequence[HotPrefix]) -> list[Submit]:
             continue
         token_ids = list(prefix.token_ids)
         root = root_hash(ready.model_fingerprint, prefix.cache_salt)
-        if block_hashes(root, token_ids, ready.block_size)[-1:] != [prefix.block_hash]:
+        try:
+            hashes = block_hashes(root, token_ids, ready.block_size)
+        except ValueError as error:
+            _log.warning("hot prefix in the store is unreadable; it is left out", reason=str(error))
+            continue
+        if hashes[-1:] != [prefix.block_hash]:
             continue
         submits.append(
             Submit(
@@ -73,8 +82,8 @@ class _Only:
         for submit in submits:
             flight = Flight(stream, submit)
             flight.is_aborted = True  # it does not go on elsewhere
-            flight.begin_life(self._member, 0.0)
             self._member.take(flight, submit)
+            flight.begin_life(self._member, 0.0)
 
     def abort(self, request_id: str) -> None:
         self._member.abort(request_id)

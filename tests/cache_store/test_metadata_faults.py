@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -149,17 +150,54 @@ async def test_a_server_that_takes_no_writes_is_of_no_use(start_redis: StartRedi
         await store.engines()
 
 
-async def test_foreign_data_in_the_namespace_is_unavailable(start_redis: StartRedis, open_store: OpenStore) -> None:
-    """Keys of another type, or values that are not ours, are an outage and not an exception of some library."""
+async def test_unreadable_values_are_left_out_and_named(start_redis: StartRedis, open_store: OpenStore) -> None:
+    """An announcement or a hot prefix that is none hides no other; it is logged once, and the store stays up."""
+    server = start_redis()
+    store = open_store(server.url, retention=Retention(ttl_seconds=600.0, max_hot_prefixes=4))
+    health = StoreHealth()
+    guarded = GuardedStore(store, health)
+    await store.announce(EngineStatus(engine_id="b", instance="1", address="here", model_fingerprint="m"))
+    await store.announce(EngineStatus(engine_id="a", instance="1", address="here", model_fingerprint="m"))
+    await store.record([PrefixUse(block_hash=each, num_tokens=16, token_ids=range(16)) for each in HASHES[:2]])
+    prefixes = await store.hot_prefixes(9)
+    server.command("HSET", "{forerun}:engines", "a", "text")
+    server.command("ZADD", "{forerun}:popular", "+inf", "not a prefix")
+    key = prefixes[0].block_hash + struct.pack("<I", 16)
+    await store._client.hset("{forerun}:hot", key, b"\xc1")
+    with capture_logs() as logs:
+        for _ in range(3):
+            found = await guarded.engines()
+            assert found is not None
+            assert [status.engine_id for status in found] == ["b"]
+            hot = await guarded.hot_prefixes(9)
+            assert {prefix.block_hash for prefix in hot} == set(HASHES[:2])
+            assert [prefix.token_ids is None for prefix in hot].count(True) == 1
+    assert health.is_up
+    reasons = sorted(entry["reason"] for entry in logs)
+    assert [reason.split(":")[0] for reason in reasons] == [
+        "a popular prefix of 12 bytes, not 20",
+        "no EngineStatus",
+        "no _Text",
+    ]
+
+
+async def test_blocks_of_another_type_are_replaced(start_redis: StartRedis, open_store: OpenStore) -> None:
+    """A key of an engine's blocks that is no set counts as nothing held, for it alone; its publisher writes it anew."""
     server = start_redis()
     store = open_store(server.url)
+    health = StoreHealth()
+    publishers = [BlockPublisher(store, health, engine_id) for engine_id in ("a", "b")]
+    for publisher in publishers:
+        publisher.change(HASHES, [])
+        await publisher.announce(status_of(publisher))
+        await publisher.publish()
+    server.command("DEL", "{forerun}:blocks:a", "{forerun}:sequence:a")
     server.command("SET", "{forerun}:blocks:a", "text")
-    with pytest.raises(StoreUnavailable, match="WRONGTYPE"):
-        await store.lookup(HASHES, ["a"])
-    await store.announce(EngineStatus(engine_id="a", instance="1", address="here", model_fingerprint="m"))
-    server.command("HSET", "{forerun}:engines", "a", "text")
-    with pytest.raises(StoreUnavailable, match="no EngineStatus"):
-        await store.engines()
+    server.command("LPUSH", "{forerun}:sequence:a", "text")
+    assert await store.lookup(HASHES, ["a", "b"]) == {"a": 0, "b": len(HASHES)}
+    await publishers[0].announce(status_of(publishers[0]))
+    await publishers[0].publish()
+    assert await store.lookup(HASHES, ["a", "b"]) == {"a": len(HASHES), "b": len(HASHES)}
 
 
 async def test_scripts_are_loaded_again_after_a_flush(start_redis: StartRedis, open_store: OpenStore) -> None:

@@ -223,6 +223,10 @@ async def start_service(model_folder: Path) -> AsyncIterator[StartService]:
         yield start
         for runner in runners:
             await runner.cleanup()
+            pool = runner.app[FRONT].client
+            # Nobody is inside any more: a sequence that is still counted was leaked.
+            assert pool.num_live == pool.num_waiting == 0
+            assert not any(member.flights for member in pool.members.values())
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from service.pool.handshake import PROTOCOL, HandshakeError, Hello, Welcome, join
 from service.pool.settings import PoolSettings
 from speculation.framing import FrameReader, encode_frame
-from speculation.messages import Event, Ready, StepOutputs, Submit
+from speculation.messages import Abort, Event, Ready, StepOutputs, Submit
 from tests.service.conftest import StartService
 from tests.service.pool.conftest import submit
 from tests.service.pool.standalone import SECRET, StartEngine, num_running
@@ -153,6 +153,28 @@ async def test_garbage_behind_the_handshake_ends_that_front_alone(
         writer.close()
     await service.until(lambda: num_running(service) == 1)
     assert (await asking)["usage"][1] == 220
+    writer.close()
+
+
+async def test_an_id_that_runs_already_ends_that_front_alone(
+    start_service: StartService, start_engine: StartEngine, pool: PoolSettings
+) -> None:
+    """A front that submits a running id again is cut off, with a reason in the log, and its sequence is aborted."""
+    engine = await start_engine()
+    service = await start_service(pool=pool)
+    asking = asyncio.create_task(ask(service, body(9, max_tokens=220)))
+    reader, writer = await asyncio.open_connection("127.0.0.1", engine.port)
+    await join(reader, writer, SECRET)
+    long = submit("mine", salt="slow", max_tokens=100_000, ignore_eos=True)
+    writer.write(encode_frame(Abort("nobody's")) + encode_frame(long))
+    await service.until(lambda: num_running(service) == 2)
+    writer.write(encode_frame(long))
+    async with asyncio.timeout(20):
+        while await reader.read(1 << 16):
+            pass
+    await service.until(lambda: num_running(service) == 1)
+    assert (await asking)["usage"][1] == 220
+    assert "it submitted 'mine', which runs already" in engine.log()
     writer.close()
 
 
