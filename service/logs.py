@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-_KEY = re.compile(r"""(\bbearer(?:\s|\\+t)+|forerun\.key\.)(?:\\.|[^\s"\\])+""", re.IGNORECASE)
+_KEY = re.compile(r"""(bearer(?:\s|\\+t)+|forerun\.key\.)(?:\\.|[^\s"\\])+""", re.IGNORECASE)
 """An API key, as a header or a subprotocol has it, in a line of JSON."""
 
 
