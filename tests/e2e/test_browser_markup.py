@@ -127,8 +127,7 @@ def test_texts_of_an_experiment_are_only_text(page: Page, service: ScriptedServi
     page.until(lambda: page.find(".experiment-list"))
     assert_nothing_ran(page)
     file = tmp_path / "report.html"
-    report, trace = (service.run(each) for each in (experiments.report("marked"), experiments.trace("marked")))
-    file.write_text(render(report, trace))
+    file.write_text(render(service.run(experiments.report("marked")), service.run(experiments.trace("marked"))))
     page.browser.get(file.as_uri())
     assert MARKUP in page.text("body")
     assert page.browser.execute_script("return window.ran") is None

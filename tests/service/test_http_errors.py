@@ -6,9 +6,11 @@ import asyncio
 import json
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import aiohttp
 import pytest
@@ -83,7 +85,9 @@ def broken_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("request_bytes", MALFORMED)
-async def test_malformed_http_is_answered_and_logged_in_a_line(service: Service, request_bytes: str) -> None:
+async def test_malformed_http_is_answered_and_logged_in_a_line(
+    service: Service, request_bytes: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """The answer has the usual shape, the log one line at info, and neither repeats what was sent: it may be a key."""
     with capture_logs() as lines:
         answer = await raw(service, request_bytes)
@@ -96,6 +100,7 @@ async def test_malformed_http_is_answered_and_logged_in_a_line(service: Service,
     assert b"X-Content-Type-Options: nosniff" in head
     (line,) = lines
     assert (line["event"], line["log_level"], line["status"]) == ("malformed request", "info", 400)
+    assert caplog.records == []
     assert KEY not in answer.decode("latin-1") + str(lines)
 
 
@@ -228,12 +233,7 @@ async def test_a_broken_connection_that_is_not_the_client_s_is_a_mistake_of_ours
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A ConnectionError of something behind the service is a 500 with a traceback, and no departure."""
-
-    async def deltas(_: Answer) -> AsyncIterator[list[ChoiceDelta]]:
-        raise ConnectionRefusedError("by something else")
-        yield []
-
-    monkeypatch.setattr(Answer, "deltas", deltas)
+    monkeypatch.setattr(Answer, "deltas", Mock(side_effect=ConnectionRefusedError("by something else")))
     assert (await service.post(TEXT, {"prompt": "hi"}))[0] == 500
     assert "forerun_client_departures_total 0.0" in (await service.get("/metrics"))[1]
 
@@ -257,3 +257,20 @@ def test_no_key_is_rendered_whatever_it_came_from(text: str) -> None:
     assert "(hidden)" in hidden
     assert json.loads(hidden)["level"] == "error"
     assert hide_keys(None, "", '{"event": "the bearer"}') == '{"event": "the bearer"}'
+
+
+def test_the_log_hides_keys_of_every_logger() -> None:
+    """As the service sets its logs up, a library's line and the text of an exception pass the same filter."""
+    code = (
+        "import logging, structlog\n"
+        "from service.logs import configure_logs\n"
+        "configure_logs('info')\n"
+        f"logging.getLogger('library').error('headers: %r', {{'Authorization': 'Bearer {KEY}'}})\n"
+        f"logging.getLogger('aiohttp.websocket').warning('protocols %r', ['forerun.key.{KEY}'])\n"
+        f"try: raise ValueError('Bearer {KEY}')\n"
+        "except ValueError: structlog.get_logger('own').exception('failed')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert [json.loads(line)["logger"] for line in done.stderr.splitlines()] == ["library", "own"]
+    assert KEY not in done.stderr
+    assert done.stderr.count("Bearer (hidden)") == 2
