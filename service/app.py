@@ -14,10 +14,20 @@ from aiohttp import web
 
 from service import audit_routes
 from service.background import start_task
-from service.context import FRONT, add_request_id, openai_errors, own_pages_only, request_context
+from service.context import (
+    FRONT,
+    HOSTS,
+    add_fixed_headers,
+    add_request_id,
+    allowed_hosts_only,
+    openai_errors,
+    own_pages_only,
+    request_context,
+)
 from service.experiments import handlers as experiment_routes
 from service.front import Front
 from service.generation_routes import chat_completions, completions
+from service.hosts import AllowedHosts
 from service.page import routes as page_routes
 from service.pool.devices import Place, place_engines
 from service.pool.discovery import Discovery
@@ -54,11 +64,14 @@ def create_app(settings: Settings, engine_command: Sequence[str] | None = None) 
     Raises ValueError for settings that name something that is not there or cannot be used.
     """
     app = web.Application(
-        middlewares=[request_context, openai_errors, own_pages_only, only_who_may],
+        middlewares=[request_context, openai_errors, allowed_hosts_only, own_pages_only, only_who_may],
         client_max_size=settings.limits.max_body_bytes,
     )
     app[FRONT] = Front(settings)
     app[TENANTS] = app[FRONT].tenants
+    # No page of others can know a key: where keys are asked for, it does not matter under which name.
+    hosts = AllowedHosts([*filter(None, [settings.server.host]), *settings.server.allowed_hosts])
+    app[HOSTS] = None if app[TENANTS].has_keys else hosts
     app[SOCKETS] = set()
     app[SECURITY] = Security.load(settings.pool)
     app[RAY] = RayEngines(settings, engine_command) if settings.pool.ray is not None else None
@@ -83,7 +96,7 @@ def create_app(settings: Settings, engine_command: Sequence[str] | None = None) 
     audit_routes.setup(app, app[FRONT].auditor)
     experiment_routes.setup(app, app[FRONT].experiments)
     page_routes.setup(app)
-    app.on_response_prepare.append(add_request_id)
+    app.on_response_prepare.extend([add_fixed_headers, add_request_id])
     app.on_shutdown.append(close_sockets)
     app.cleanup_ctx.extend([request_log, engines])
     return app

@@ -12,9 +12,14 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from service.errors import ApiError
+from service.event_stream import ClientStalledError, drop
 from service.front import Front
+from service.hosts import AllowedHosts, is_own_origin
+from service.request_handler import FIXED_HEADERS, error_response
 
 FRONT = web.AppKey("front", Front)
+HOSTS = web.AppKey[AllowedHosts | None]("hosts")
+"""Names under which the service may be reached; None where API keys make the name irrelevant."""
 REQUEST_ID = web.RequestKey("request_id", str)
 ARRIVED_AT = web.RequestKey("arrived_at", float)
 """By `time.perf_counter`."""
@@ -25,8 +30,15 @@ QUIET = ("/health/", "/metrics", "/page/", "/v1/audit", "/v1/engine", "/v1/exper
 CLIENT_LEFT = 499
 """The status under which a departure is counted; nobody is there to see it."""
 
+MAX_SHOWN = 100
+"""Characters of a header's value that an error or a log line repeats."""
+
 _ACCEPTABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _log = structlog.get_logger("forerun.http")
+
+
+class BrokenResponseError(ConnectionError):
+    """A handler failed after its response had begun: no other can follow, and the connection was closed."""
 
 
 @web.middleware
@@ -42,7 +54,12 @@ async def request_context(request: web.Request, handler: Handler) -> web.StreamR
     try:
         response = await handler(request)
         status = response.status
-    except asyncio.CancelledError:
+    except BrokenResponseError:
+        status = 500
+        raise
+    except ClientStalledError:  # it did not leave; whoever dropped it has counted that
+        raise
+    except (asyncio.CancelledError, ConnectionError):
         front.metrics.departures.inc()
         raise
     finally:
@@ -57,18 +74,51 @@ async def request_context(request: web.Request, handler: Handler) -> web.StreamR
 
 @web.middleware
 async def openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn whatever a handler raises into an error response."""
+    """Turn whatever a handler raises into an error response.
+
+    Raises `BrokenResponseError` where part of a response was sent, and ConnectionError where the client has left.
+    """
     try:
         return await handler(request)
     except ApiError as error:
-        return error_response(error)
+        failure = error
     except web.HTTPException as error:
-        return error_response(_from_http(request, error))
-    except ConnectionError:
-        raise
-    except Exception:  # noqa: BLE001 - the last resort: the client gets an answer, the log the traceback
+        failure = _from_http(request, error)
+    except Exception as error:
+        if isinstance(error, ConnectionError) and has_left(request):
+            raise
         _log.exception("handler failed", path=request.path)
-        return error_response(ApiError.internal())
+        failure = ApiError.internal()
+    if request.writer.output_size > 0:
+        # A second head would be read as part of the first response's body, or as a frame of a WebSocket.
+        drop(request)
+        raise BrokenResponseError(str(failure))
+    return error_response(failure)
+
+
+def has_left(request: web.BaseRequest) -> bool:
+    """Whether the client's connection is closed, or about to be."""
+    return request.transport is None or request.transport.is_closing()
+
+
+@web.middleware
+async def allowed_hosts_only(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer under allowed names alone. Raises `ApiError` (403) for another `Host`.
+
+    What has no `Host` (HTTP/1.0) is no browser. A request's target may name a host as well; then both are compared.
+    """
+    allowed = request.app[HOSTS]
+    if allowed is not None:
+        for host in (request.headers.get("Host", request.host), request.host):
+            if not allowed.allows(host):
+                shown = host[:MAX_SHOWN]
+                _log.info("host refused", host=shown)
+                message = (
+                    f"this service does not answer as {shown!a}; "
+                    "use an address or localhost, or name the host in --allowed-hosts"
+                )
+                raise ApiError(403, message, code="foreign_host")
+    return await handler(request)
 
 
 @web.middleware
@@ -85,22 +135,22 @@ def check_origin(request: web.Request) -> None:
     Browsers let any page open a socket or post a text to any address, this machine's own included. What is no browser
     names no origin.
     """
-    origin = request.headers.get("Origin")
-    if origin is not None and origin.rpartition("://")[2] != request.host:
-        raise ApiError(403, f"a page of {origin!a} may not use this service", code="foreign_origin")
+    host, scheme = request.headers.get("Host", request.host), request.headers.get("X-Forwarded-Proto")
+    for origin in request.headers.getall("Origin", ()):
+        if not is_own_origin(origin, host, scheme):
+            message = f"a page of {origin[:MAX_SHOWN]!a} may not use this service"
+            raise ApiError(403, message, code="foreign_origin")
+
+
+async def add_fixed_headers(_: web.Request, response: web.StreamResponse) -> None:
+    """Signal handler: every response says what it is from, and that its type is not to be guessed."""
+    response.headers.update(FIXED_HEADERS)
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """Signal handler: the response, streamed or not, names its request."""
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = request[REQUEST_ID]
-
-
-def error_response(error: ApiError) -> web.Response:
-    """An error as a response of its own."""
-    return web.Response(
-        status=error.status, body=error.encode(), content_type="application/json", headers=error.headers
-    )
 
 
 def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:

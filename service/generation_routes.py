@@ -13,7 +13,7 @@ from service.context import ARRIVED_AT, FRONT
 from service.errors import ApiError
 from service.event_stream import ClientStalledError, EventStream
 from service.formats import AnswerFormat, ChatFormat, CompletionFormat
-from service.front import GenerationBody
+from service.front import Front, GenerationBody
 from service.origin import Origin
 from service.schema import ChatCompletionRequest, CompletionRequest
 from service.validation import parse_body
@@ -66,19 +66,32 @@ async def respond(
             return web.Response(body=encoded, content_type="application/json", headers=answer.headers)
     events = EventStream(request, stall_seconds=front.settings.server.stall_seconds)
     try:
-        async with front.generate(generation_id, body, origin) as answer:
-            events.response.headers.update(answer.headers)
-            await _stream(answer, events, style, with_usage=wants_usage(body))
-    except ApiError as error:
-        if not events.has_begun:
-            raise
-        _log.warning("stream broken off", reason=str(error))
-        await events.send([error.encode()])
+        await _respond_in_events(front, generation_id, body, origin, events, style)
     except ClientStalledError:
         front.metrics.stalls.inc()
         raise
-    await events.end()
     return events.response
+
+
+async def _respond_in_events(
+    front: Front, generation_id: str, body: GenerationBody, origin: Origin, events: EventStream, style: AnswerFormat
+) -> None:
+    """Answer as a stream. Once it has begun, whatever goes wrong is its last event."""
+    try:
+        async with front.generate(generation_id, body, origin) as answer:
+            events.response.headers.update(answer.headers)
+            await _stream(answer, events, style, with_usage=wants_usage(body))
+    except ConnectionError:
+        raise
+    except Exception as error:
+        if not events.has_begun:
+            raise
+        if isinstance(error, ApiError):
+            _log.warning("stream broken off", reason=str(error))
+        else:
+            _log.exception("stream failed", generation=generation_id)
+        await events.send([(error if isinstance(error, ApiError) else ApiError.internal()).encode()])
+    await events.end()
 
 
 async def _collect(answer: Answer) -> list[ChoiceDelta]:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
+from typing import Any
 
 import structlog
+
+_KEY = re.compile(r"""(bearer(?:\s|\\+t)+|forerun\.key\.)(?:\\.|[^\s"\\])+""", re.IGNORECASE)
+"""An API key, as a header or a subprotocol has it, in a line of JSON."""
 
 
 def configure_logs(level: str) -> None:
@@ -22,6 +27,7 @@ def configure_logs(level: str) -> None:
             structlog.stdlib.ProcessorFormatter.remove_processors_meta,
             structlog.processors.format_exc_info,
             structlog.processors.JSONRenderer(),
+            hide_keys,
         ],
     )
     structlog.configure(
@@ -36,3 +42,10 @@ def configure_logs(level: str) -> None:
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     logging.getLogger("asyncio").setLevel(logging.WARNING)
+    # It warns of a client's subprotocols, one of which may be a key.
+    logging.getLogger("aiohttp.websocket").setLevel(logging.ERROR)
+
+
+def hide_keys(_: Any, __: str, line: Any) -> Any:
+    """Processor of a rendered line: whatever it came from, no API key stands in it."""
+    return _KEY.sub(r"\1(hidden)", line) if isinstance(line, str) else line

@@ -15,7 +15,9 @@ from service.app import ENGINE_LIFE, ENGINES, create_app
 from service.context import FRONT
 from service.engine_client import EngineUnavailableError
 from service.front import Front
+from service.hosts import is_loopback
 from service.logs import configure_logs
+from service.request_handler import Runner
 from service.settings import Settings
 from service.supervisor import EngineStartError
 
@@ -48,6 +50,8 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> int:
             return 1
         _handle_signals(stop)
         _log.info("listening", url=url_of(runner), engine="loading")
+        if (warning := exposure_warning(settings)) is not None:
+            _log.warning("listening beyond this machine without API keys", reason=warning)
         return await _until_stopped(app, url_of(runner), stop, announce)
     finally:
         await runner.cleanup()
@@ -55,7 +59,7 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> int:
 
 def create_runner(app: web.Application) -> web.AppRunner:
     """What runs the application: a client that leaves cancels its handler, and logs are our own."""
-    return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    return Runner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
 
 
 async def _until_stopped(app: web.Application, url: str, stop: asyncio.Event, announce: Callable[[str], None]) -> int:
@@ -115,8 +119,22 @@ def url_of(runner: web.AppRunner) -> str:
 def greeting(front: Front, url: str) -> str:
     """Where the service is, with one command to try."""
     body = '{"messages": [{"role": "user", "content": "Name three primary colours."}], "max_tokens": 64}'
+    warning = exposure_warning(front.settings)
     return (
         f"\nforerun serves {front.model.name} at {url}\n({front.model.ready.description})\n\n"
-        "Try it in a browser, or:\n\n"
+        + (f"Other machines can reach it, and it asks for no keys: {warning}.\n\n" if warning is not None else "")
+        + "Try it in a browser, or:\n\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n"
+    )
+
+
+def exposure_warning(settings: Settings) -> str | None:
+    """What an operator should know of a service that other machines can reach and that asks for no keys."""
+    if settings.tenants.api_keys_file is not None or is_loopback(settings.server.host):
+        return None
+    if settings.tenants.tenant_header is not None or settings.tenants.operator_header is not None:
+        return "headers say who asks: let nobody but the trusted proxy reach the port, or set --api-keys-file"
+    return (
+        "whoever reaches the port can generate, and may drain engines, promote experiments and change defaults; "
+        "set --api-keys-file, or listen on 127.0.0.1"
     )

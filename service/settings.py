@@ -38,6 +38,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         "127.0.0.1"
     )
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")] = 8000
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="names under which clients reach the service, beside addresses and localhost, separated by "
+            'commas; "*" allows any. Without API keys, requests for other hosts are refused'
+        ),
+    ] = ()
     model_name: Annotated[
         str | None, Meta(description="the model's name on the wire; without it the model folder's or file's name")
     ] = None
@@ -122,6 +129,8 @@ class Option(msgspec.Struct, frozen=True):
         value: object = text
         if self.name == "speculation":
             value = _speculation(text, source)
+        elif isinstance(self.default, tuple):
+            value = [word.strip() for word in text.split(",") if word.strip()]
         tree = {self.section: {self.name: value}}
         try:
             parsed = msgspec.convert(tree, Settings, strict=False)
@@ -240,7 +249,8 @@ def _parse_flags(arguments: Sequence[str], known: Sequence[Option], program: str
     groups = {option.section: parser.add_argument_group(f"[{option.section}]") for option in known}
     for option in known:
         shown = option.default if isinstance(option.default, str) else msgspec.json.encode(option.default).decode()
-        text = f"{option.description} (default: {NONE if option.default is None else shown})".replace("%", "%%")
+        shown = NONE if option.default in (None, ()) else shown
+        text = f"{option.description} (default: {shown})".replace("%", "%%")
         add = groups[option.section].add_argument
         if isinstance(option.default, bool):
             add(option.flag, help=text, action="store_const", const="true")

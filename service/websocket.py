@@ -127,6 +127,9 @@ async def stream(request: web.Request) -> web.WebSocketResponse:
     sockets.add(socket)
     try:
         await Conversation(request, socket, front).run()
+    except Exception:  # noqa: BLE001 - the last resort: nothing but frames may follow on this connection
+        _log.exception("socket failed")
+        await socket.close(code=WSCloseCode.INTERNAL_ERROR, message=b"forerun made a mistake")
     finally:
         sockets.discard(socket)
     return socket
@@ -175,6 +178,9 @@ class Conversation:
                     raise ApiError.invalid("type", f"type is {tree.type!r}; it must be 'generate' or 'cancel'")
         except ApiError as error:
             await self._send(Failed(id=message_id, error=error.body))
+        except Exception:  # noqa: BLE001 - other generations of the socket go on
+            _log.exception("message failed")
+            await self._send(Failed(id=message_id, error=ApiError.internal().body))
 
     def _start(self, message: Generate, tasks: asyncio.TaskGroup) -> None:
         if message.id in self._running:
@@ -195,6 +201,9 @@ class Conversation:
         except ApiError as error:
             _log.info("generation failed", generation=generation_id, status=error.status, reason=str(error))
             await self._send(Failed(id=message_id, error=error.body))
+        except Exception:  # noqa: BLE001 - other generations of the socket go on
+            _log.exception("generation failed", generation=generation_id)
+            await self._send(Failed(id=message_id, error=ApiError.internal().body))
         finally:
             del self._running[message_id]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from selenium import webdriver
@@ -33,8 +34,8 @@ def find_browser() -> tuple[str, str] | None:
     return (browser, driver) if browser and driver else None
 
 
-def open_browser(profile: Path, width: int = 1280, height: int = 860) -> webdriver.Chrome:
-    """A browser with a new profile in an empty folder. Raises RuntimeError if there is none.
+def open_browser(profile: Path, width: int = 1280, height: int = 860, flags: Sequence[str] = ()) -> webdriver.Chrome:
+    """A browser with a new profile in an empty folder, and flags of its own. Raises RuntimeError if there is none.
 
     Its console is kept, so that a test can see that nothing went wrong there.
     """
@@ -43,7 +44,7 @@ def open_browser(profile: Path, width: int = 1280, height: int = 860) -> webdriv
         raise RuntimeError("no Chromium with chromedriver: run `make browser`, or name one in FORERUN_TEST_CHROMIUM")
     options = Options()
     options.binary_location, driver = found
-    for flag in (*FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
+    for flag in (*FLAGS, *flags, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
         options.add_argument(flag)
     if os.geteuid() == 0:
         options.add_argument("--no-sandbox")

@@ -94,6 +94,13 @@ class TenantSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         str | None,
         Meta(description="header in which a trusted proxy names the tenant; cached prompts are then shared within one"),
     ] = None
+    operator_header: Annotated[
+        str | None,
+        Meta(
+            description='header that a trusted proxy sets to "true" for operators, and removes from what clients send; '
+            "without it and without keys, whoever needs no tenant header is an operator"
+        ),
+    ] = None
     api_keys_file: Annotated[
         str | None,
         Meta(description="file of keys, `NAME KEY` or `NAME KEY operator` a line; requests then need one of them"),

@@ -17,7 +17,7 @@ from service.context import FRONT
 from service.front import Front
 from service.pool.settings import TenantSettings
 from service.server import create_runner, url_of
-from service.settings import Settings
+from service.settings import ServerSettings, Settings
 from speculation.messages import NgramConfig
 from speculation.settings import EngineSettings
 from tests.service.conftest import byte_level_tokenizer, scripted_command, write_folder
@@ -31,13 +31,14 @@ class ScriptedService:
 
     url: str
 
-    def __init__(self, folder: Path, *, keys: str | None = None) -> None:
+    def __init__(self, folder: Path, *, keys: str | None = None, server: ServerSettings | None = None) -> None:
         """`keys`: the text of a file of API keys."""
         model = write_folder(folder, byte_level_tokenizer())
         keys_file = folder / "keys"
         if keys is not None:
             keys_file.write_text(keys)
         settings = Settings(
+            server=server or ServerSettings(),
             tenants=TenantSettings(api_keys_file=None if keys is None else str(keys_file)),
             engine=EngineSettings(model=str(model), max_model_len=2048),
             profiles={"fast": NgramConfig(num_speculative_tokens=2)},

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from service.hosts import AllowedHosts
 from service.settings import load_settings, options
 from tests.e2e.compose import COMPOSE, DOCKERFILE, OURS, ROOT, SECRET, SERVICES, environment_of, forerun_command
 from tests.e2e.compose import image_instructions as instructions
@@ -78,6 +79,18 @@ def test_our_settings_are_settings(name: str) -> None:
         assert settings.pool.store == "redis://redis:6379/0"
         assert service["healthcheck"]["test"][0] == "CMD"
     assert service["depends_on"]["redis"]["condition"] == "service_healthy"
+
+
+def test_prometheus_reaches_services_by_their_names() -> None:
+    """Each target that is scraped is a service whose settings allow the name it is scraped by."""
+    (job,) = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"]
+    targets = [target for config in job["static_configs"] for target in config["targets"]]
+    assert len(targets) >= 4
+    for target in targets:
+        name = target.partition(":")[0]
+        settings = load_settings([], environment_of(SERVICES[name]))
+        assert AllowedHosts(settings.server.allowed_hosts).allows(target)
+        assert not AllowedHosts(settings.server.allowed_hosts).allows("evil.example:8000")
 
 
 def test_ray_services_start_what_there_is() -> None:

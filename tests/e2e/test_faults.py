@@ -149,9 +149,8 @@ async def test_a_reader_that_stalls_holds_back_nobody(server: Server) -> None:
     data = json.dumps({**LONG, "stream": True, "logprobs": 20}).encode()
     with socket.create_connection((host, int(port))) as client:
         async with working(server):
-            client.sendall(
-                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
-            )
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+            client.sendall(head.encode() + data)
         async with aiohttp.ClientSession() as session:
             status, _ = await post(session, server, {"prompt": "One two", "max_tokens": 3})
         assert status == 200

@@ -142,8 +142,8 @@ class Service:
         async with self.client.post(f"{self.url}{path}", data=data, **options) as response:
             return response.status, json.loads(await response.read())
 
-    async def get(self, path: str) -> tuple[int, Any]:
-        async with self.client.get(f"{self.url}{path}") as response:
+    async def get(self, path: str, **options: Any) -> tuple[int, Any]:
+        async with self.client.get(f"{self.url}{path}", **options) as response:
             text = await response.text()
             return response.status, json.loads(text) if response.content_type == "application/json" else text
 

@@ -46,7 +46,7 @@ async def test_a_client_that_leaves_at_once_leaves_nothing(service: Service) -> 
     """A connection that closes right behind its request, many times over, leaves no sequence."""
     host, port = service.url.removeprefix("http://").split(":")
     body = json.dumps(LONG).encode()
-    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     for delay in (0, 0, 0, 0.001, 0.002, 0.005, 0.01) * 3:
         _, writer = await asyncio.open_connection(host, int(port))
         writer.write(head + body)
@@ -65,7 +65,7 @@ async def connect_and_never_read(service: Service, body: dict[str, object]) -> s
     client.setblocking(False)
     await asyncio.get_running_loop().sock_connect(client, (host, int(port)))
     data = json.dumps(body).encode()
-    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode()
     await asyncio.get_running_loop().sock_sendall(client, head + data)
     return client
 

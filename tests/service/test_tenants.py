@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from multidict import CIMultiDict
 
 from cache_store.block_pool import BlockPool
 from cache_store.hashing import block_hashes, root_hash
@@ -21,6 +22,8 @@ from tests.service.pool.conftest import READY, make_pool, output, submit
 
 TEXT = "/v1/completions"
 HEADER = TenantSettings(tenant_header="X-Tenant")
+PROXY = TenantSettings(tenant_header="X-Tenant", operator_header="X-Operator")
+ROOT = {"X-Operator": "true"}
 BODY: dict[str, Any] = {"prompt": list(range(3, 67)), "max_tokens": 3}
 
 
@@ -40,7 +43,8 @@ def test_without_settings_there_are_no_tenants() -> None:
     """Everybody is an operator, and a request's own salt stands."""
     tenants = Tenants.load(TenantSettings())
     tenant = tenants.author({})
-    assert tenant == Tenant(name="", is_operator=True)
+    assert tenant == Tenant(is_operator=True)
+    assert tenant.name == ""
     assert tenants.salt(tenant, "mine") == "mine"
 
 
@@ -51,7 +55,7 @@ def test_a_salt_is_the_tenant_s_whatever_he_asks_for() -> None:
     assert tenants.salt(alice, "") == Tenants.load(HEADER).salt(alice, "")
     salts = {
         tenants.salt(tenant, wanted)
-        for tenant in (alice, bob, Tenant(name="alicebob", is_operator=False), Tenant(name="a", is_operator=False))
+        for tenant in (alice, bob, Tenant(member="alicebob", is_operator=False), Tenant(key="alice", is_operator=False))
         for wanted in ("", "bob", tenants.salt(bob, ""), "licebob")
     }
     assert len(salts) == 16
@@ -61,17 +65,107 @@ def test_header_and_key_together_make_a_tenant(keys: TenantSettings) -> None:
     """Behind a proxy with a key of its own a tenant is both, and is no operator even by the operator's key."""
     tenants = Tenants.load(msgspec.structs.replace(keys, tenant_header="X-Tenant"))
     tenant = tenants.author({**bearer("key-of-root"), "X-Tenant": "alice"})
-    assert tenant == Tenant(name="root/alice", is_operator=False)
+    assert tenant == Tenant(key="root", member="alice", is_operator=False)
+    assert tenant.name == "root/alice"
     assert tenants.identify(bearer("key-of-root")).is_operator
     with pytest.raises(ApiError, match="X-Tenant must name the tenant"):
         tenants.author(bearer("key-of-root"))
 
 
-@pytest.mark.parametrize("value", ["", "a b", "ü", "x" * 257])
+@pytest.mark.parametrize("value", ["", "a b", "ü", "x" * 257, "evil,alice", "alice,"])
 def test_a_tenant_has_a_plain_name(value: str) -> None:
     """What no header value should be is refused, naming the header."""
     with pytest.raises(ApiError, match="X-Tenant must be 1 to 256 visible ASCII characters"):
         Tenants.load(HEADER).author({"X-Tenant": value})
+
+
+def test_key_and_header_are_told_apart(keys: TenantSettings) -> None:
+    """No split of one name into key and header, nor one of the two alone, has the salt of another."""
+    tenants = Tenants.load(keys)
+    pairs = [("a", "b/c"), ("a/b", "c"), ("a/b/c", ""), ("", "a/b/c"), ("a", "b"), ("b", "a"), ("ab", ""), ("", "ab")]
+    salts = {tenants.salt(Tenant(key=key, member=member, is_operator=False), "") for key, member in pairs}
+    assert len(salts) == len(pairs)
+
+
+def test_a_key_s_name_has_no_slash_beside_the_header(tmp_path: Path) -> None:
+    """Where key and tenant are shown as one, "a/b" and "c" would read as "a" and "b/c": the file is refused."""
+    path = tmp_path / "keys"
+    path.write_text("a/b key\n")
+    assert Tenants.load(TenantSettings(api_keys_file=str(path))).author(bearer("key")).name == "a/b"
+    with pytest.raises(ValueError, match="line 1: beside tenant_header a name must have no '/'"):
+        Tenants.load(TenantSettings(api_keys_file=str(path), tenant_header="X-Tenant"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [(HEADER, "X-Tenant"), (PROXY, "X-Operator"), (None, "Authorization")],
+    ids=["tenant", "operator", "key"],
+)
+def test_a_header_that_decides_is_there_once(keys: TenantSettings, settings: TenantSettings | None, name: str) -> None:
+    """Behind a proxy that appends to what a client sent, the client does not choose which value counts."""
+    tenants = Tenants.load(settings or keys)
+    headers = CIMultiDict([("X-Tenant", "alice"), (name, "1"), (name.lower(), "1")])
+    with pytest.raises(ApiError, match=f"{name} is there more than once") as caught:
+        tenants.identify(headers)
+    assert caught.value.status == 400
+
+
+async def test_two_tenant_headers_are_refused_on_the_wire(start_service: StartService) -> None:
+    """Two lines of the header, or one with a comma, are answered 400 and nothing is generated."""
+    service = await start_service(tenants=HEADER)
+    for headers in (
+        CIMultiDict([("X-Tenant", "evil"), ("X-Tenant", "alice")]),
+        CIMultiDict([("X-Tenant", "evil,alice")]),
+    ):
+        status, answer = await service.post(TEXT, BODY, headers=headers)
+        assert (status, answer["error"]["param"]) == (400, "X-Tenant")
+    assert service.front.cache.total.requests == 0
+
+
+async def test_who_names_no_tenant_may_nothing(start_service: StartService) -> None:
+    """With the tenants' header alone nobody is an operator, and without it every route but probes answers 401."""
+    service = await start_service(tenants=HEADER)
+    for path in ("/v1/models", "/v1/cache", "/v1/engines", "/v1/engine", "/v1/stream", "/v1/speculation", "/v1/none"):
+        status, answer = await service.get(path)
+        assert (status, answer["error"]["code"]) == (401, "tenant_required"), path
+    assert (await service.post("/v1/engines/engine-0/drain", {}))[0] == 401
+    for path in ("/v1/cache", "/v1/engines"):
+        status, answer = await service.get(path, headers={"X-Tenant": "alice"})
+        assert (status, answer["error"]["code"]) == (403, "operators_only")
+    for path in ("/health/live", "/health/ready", "/metrics"):
+        assert (await service.get(path))[0] == 200
+    assert (await service.get("/v1/models", headers={"X-Tenant": "alice"}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("settings", "headers", "may_operate"),
+    [
+        (TenantSettings(), {}, True),
+        (HEADER, {"X-Tenant": "alice"}, False),
+        (PROXY, {"X-Tenant": "alice"}, False),
+        (PROXY, {"X-Tenant": "alice", "X-Operator": "true"}, True),
+        (PROXY, {"X-Operator": "1"}, True),
+        (PROXY, {"X-Tenant": "alice", "X-Operator": "false"}, False),
+        (TenantSettings(operator_header="X-Operator"), {}, False),
+        (TenantSettings(operator_header="X-Operator"), {"X-Operator": "0"}, False),
+        (TenantSettings(operator_header="X-Operator"), {"X-Operator": "True"}, True),
+    ],
+)
+def test_who_is_an_operator(settings: TenantSettings, headers: dict[str, str], *, may_operate: bool) -> None:
+    """Everybody without any setting; else who is marked by the operators' header, and nobody without one."""
+    assert Tenants.load(settings).identify(headers).is_operator is may_operate
+
+
+def test_an_operator_s_mark_is_yes_or_no() -> None:
+    """Any other value of the header is a mistake of the proxy's and is told, not taken for either."""
+    with pytest.raises(ApiError, match='X-Operator is \'alice\'; it must be "true" or "false"'):
+        Tenants.load(PROXY).identify({"X-Tenant": "alice", "X-Operator": "alice"})
+
+
+def test_keys_and_the_operators_header_exclude_each_other(keys: TenantSettings) -> None:
+    """Whoever has any key could send the header; so a service with both does not start."""
+    with pytest.raises(ValueError, match="operator_header is set beside api_keys_file"):
+        Tenants.load(msgspec.structs.replace(keys, operator_header="X-Operator"))
 
 
 @pytest.mark.parametrize(
@@ -159,10 +253,10 @@ async def test_what_tenants_may_do_is_listed(start_service: StartService, keys: 
 
 async def test_the_same_prompt_of_two_tenants_is_two_prompts(start_service: StartService) -> None:
     """Blocks are shared within a tenant and never between two, whatever salt a client sends."""
-    service = await start_service(tenants=HEADER)
+    service = await start_service(tenants=PROXY)
 
     async def held() -> int:
-        (engine,) = (await service.get("/v1/engines"))[1]["data"]
+        (engine,) = (await service.get("/v1/engines", headers=ROOT))[1]["data"]
         return int(engine["blocks_held"])
 
     async def ask(tenant: str, **changes: Any) -> None:
@@ -175,7 +269,7 @@ async def test_the_same_prompt_of_two_tenants_is_two_prompts(start_service: Star
     await ask("alice")
     await ask("alice")
     await ask("bob")
-    await ask("bob", cache_salt=service.front.tenants.salt(Tenant(name="alice", is_operator=False), ""))
+    await ask("bob", cache_salt=service.front.tenants.salt(Tenant(member="alice", is_operator=False), ""))
     await ask("alice", cache_salt="apart")
     assert grown == [4, 0, 4, 4, 4]
     status, answer = await service.post(TEXT, BODY)
@@ -218,13 +312,13 @@ async def test_a_probe_learns_nothing_of_another_tenant_s_prompt() -> None:
 
 async def test_hit_rates_by_tenant(start_service: StartService) -> None:
     """/v1/cache tells of each tenant how much was asked and found, what is hot, and what each engine holds."""
-    service = await start_service(tenants=HEADER, pool=PoolSettings(engines=2))
+    service = await start_service(tenants=PROXY, pool=PoolSettings(engines=2))
     await service.until(lambda: len(service.front.client.serving) == 2)
     for tenant in ("alice", "alice", "bob"):
         assert (await service.post(TEXT, BODY, headers={"X-Tenant": tenant}))[0] == 200
     await service.until_idle()
     await service.front.popularity.flush()
-    cache = (await service.get("/v1/cache"))[1]
+    cache = (await service.get("/v1/cache", headers=ROOT))[1]
     assert [(entry["tenant"], entry["requests"], entry["prompt_tokens"]) for entry in cache["tenants"]] == [
         ("alice", 2, 128),
         ("bob", 1, 64),

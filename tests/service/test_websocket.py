@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import aiohttp
 import pytest
 
+from service.answer import Answer
+from service.choice import ChoiceDelta
+from service.front import Front
+from service.logs import hide_keys
 from service.pool.settings import TenantSettings
 from service.settings import LimitSettings, ServerSettings
-from service.websocket import SOCKETS
+from service.websocket import SOCKETS, Conversation
 from tests.service.conftest import Service, StartService
 
 TEXT = "/v1/completions"
@@ -211,6 +217,90 @@ async def test_a_dead_engine_is_reported_on_the_socket(service: Service) -> None
         await service.until(lambda: service.front.is_ready)
         await talk.generate("c", {"prompt": "hi", "max_tokens": 2})
         assert (await talk.until_ended("c"))["c"][-1]["type"] == "finished"
+
+
+@pytest.fixture
+def broken_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests fail by a mistake of ours: with the salt "never" at once, with "broken" behind their first tokens."""
+    original, generate = Answer.deltas, Front.generate
+
+    async def deltas(self: Answer) -> AsyncIterator[list[ChoiceDelta]]:
+        async for each in original(self):
+            yield each
+            if self.generation.cache_salt == "broken":
+                raise RuntimeError("a mistake of ours")
+
+    def begin(self: Front, generation_id: str, body: Any, origin: Any) -> Any:
+        if body.cache_salt == "never":
+            raise RuntimeError("a mistake of ours")
+        return generate(self, generation_id, body, origin)
+
+    monkeypatch.setattr(Answer, "deltas", deltas)
+    monkeypatch.setattr(Front, "generate", begin)
+
+
+@pytest.mark.usefixtures("broken_answers")
+@pytest.mark.parametrize("salt", ["never", "broken"])
+async def test_a_mistake_of_ours_ends_its_own_generation_alone(service: Service, salt: str) -> None:
+    """It is an `error` for its id; the others of the socket go on to their end, and new ones begin."""
+    async with talk_to(service) as talk:
+        await talk.generate("good", {**LONG, "max_tokens": 60})
+        while (await talk.next())["type"] != "tokens":
+            pass
+        await talk.generate("bad", {**LONG, "cache_salt": salt})
+        seen = await talk.until_ended("good", "bad")
+        assert seen["bad"][-1]["type"] == "error"
+        assert seen["bad"][-1]["error"]["type"] == "server_error"
+        assert "a mistake of ours" not in str(seen)
+        assert seen["good"][-1]["usage"]["completion_tokens"] == 60
+        await talk.generate("bad", {"prompt": "hi", "max_tokens": 2})
+        assert (await talk.until_ended("bad"))["bad"][-1]["type"] == "finished"
+    await service.until_idle()
+
+
+async def test_a_mistake_while_a_message_is_read_is_an_error(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a message itself cannot be handled by a mistake of ours, its id is told and the socket lives."""
+    async with talk_to(service) as talk:
+        with monkeypatch.context() as patched:
+            patched.setattr("service.websocket.read_body", Mock(side_effect=RecursionError("too deep")))
+            await talk.generate("a", {"prompt": "hi"})
+            answer = await talk.next()
+        assert (answer["type"], answer["id"], answer["error"]["type"]) == ("error", "a", "server_error")
+        await talk.generate("a", {"prompt": "hi", "max_tokens": 2})
+        assert (await talk.until_ended("a"))["a"][-1]["type"] == "finished"
+
+
+async def test_nothing_but_frames_follows_the_handshake(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even a mistake outside every generation ends in a close frame that says so, and then the connection ends."""
+    monkeypatch.setattr(Conversation, "run", AsyncMock(side_effect=RuntimeError("a mistake of ours")))
+    host, port = service.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(
+        b"GET /v1/stream HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+        b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: MDEyMzQ1Njc4OWFiY2RlZg==\r\n\r\n"
+    )
+    async with asyncio.timeout(20):
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101")
+        opcode, length = await reader.readexactly(2)
+        status = int.from_bytes((await reader.readexactly(length))[:2])
+        assert (opcode, status) == (0x88, aiohttp.WSCloseCode.INTERNAL_ERROR)
+        # The client's own close frame, without which the service would wait for it.
+        writer.write(b"\x88\x80\0\0\0\0")
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_key_among_unknown_subprotocols_is_not_logged(
+    service: Service, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that offers its key alone, without the protocol's own name, is served, and its key stays unsaid."""
+    monkeypatch.setattr(logging.getLogger("aiohttp.websocket"), "level", logging.NOTSET)
+    encoded = base64.urlsafe_b64encode(b"sk-do-not-log-me").decode().rstrip("=")
+    protocols = [f"forerun.key.{encoded}"]
+    async with service.client.ws_connect(f"{service.url}/v1/stream", protocols=protocols) as ends:
+        await Talk(ends).generate("a", {"prompt": "hi", "max_tokens": 2})
+        assert (await Talk(ends).until_ended("a"))["a"][-1]["type"] == "finished"
+    assert encoded not in hide_keys(None, "", json.dumps({"event": caplog.text}))
 
 
 async def test_a_socket_that_does_not_read_is_dropped(start_service: StartService) -> None:

@@ -8,11 +8,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from aiohttp.typedefs import Handler
 
-from service.context import error_response
 from service.errors import ApiError
 from service.experiments.handlers import EXPERIMENTS, setup
 from service.experiments.manager import Experiments, Served
 from service.experiments.store import MemoryExperimentStore
+from service.request_handler import error_response
 from tests.service.experiments.test_manager import drive
 from tests.service.experiments.traffic import Law, body
 
