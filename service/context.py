@@ -11,7 +11,7 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from service.errors import ApiError
+from service.errors import ApiError, cut, shorten
 from service.front import Front
 
 FRONT = web.AppKey("front", Front)
@@ -25,6 +25,8 @@ QUIET = ("/health/", "/metrics", "/page/", "/v1/audit", "/v1/engine", "/v1/exper
 CLIENT_LEFT = 499
 """The status under which a departure is counted; nobody is there to see it."""
 
+MAX_LOGGED_PATH = 256
+"""Most characters of a request's path in errors and log lines."""
 _ACCEPTABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _log = structlog.get_logger("forerun.http")
 
@@ -49,7 +51,13 @@ async def request_context(request: web.Request, handler: Handler) -> web.StreamR
         seconds = round(time.perf_counter() - request[ARRIVED_AT], 6)
         is_quiet = request.method == "GET" and request.path.startswith(QUIET)
         log = _log.debug if is_quiet else _log.info
-        log("request", method=request.method, path=request.path, status=status, seconds=seconds)
+        log(
+            "request",
+            method=cut(request.method),
+            path=cut(request.path, MAX_LOGGED_PATH),
+            status=status,
+            seconds=seconds,
+        )
         route = request.match_info.route.resource
         front.metrics.requests.labels(route.canonical if route is not None else "unknown", str(status)).inc()
     return response
@@ -64,10 +72,12 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return error_response(error)
     except web.HTTPException as error:
         return error_response(_from_http(request, error))
+    except web.RequestPayloadError:
+        return error_response(_unreadable(request))
     except ConnectionError:
         raise
     except Exception:  # noqa: BLE001 - the last resort: the client gets an answer, the log the traceback
-        _log.exception("handler failed", path=request.path)
+        _log.exception("handler failed", path=cut(request.path, MAX_LOGGED_PATH))
         return error_response(ApiError.internal())
 
 
@@ -87,7 +97,7 @@ def check_origin(request: web.Request) -> None:
     """
     origin = request.headers.get("Origin")
     if origin is not None and origin.rpartition("://")[2] != request.host:
-        raise ApiError(403, f"a page of {origin!a} may not use this service", code="foreign_origin")
+        raise ApiError(403, f"a page of {cut(ascii(origin))} may not use this service", code="foreign_origin")
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
@@ -109,8 +119,18 @@ def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
         return ApiError(413, f"the body is over the limit of {most} bytes", code="request_too_large")
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
-        message = f"{request.path} does not take {request.method}; it takes {allowed}"
+        message = f"{cut(request.path, MAX_LOGGED_PATH)} does not take {cut(request.method)}; it takes {allowed}"
         return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
     if isinstance(error, web.HTTPNotFound):
-        return ApiError(404, f"there is nothing at {request.path}; docs/api.md lists the routes", code="unknown_url")
+        path = cut(request.path, MAX_LOGGED_PATH)
+        return ApiError(404, f"there is nothing at {path}; docs/api.md lists the routes", code="unknown_url")
     return ApiError(error.status, error.reason)
+
+
+def _unreadable(request: web.Request) -> ApiError:
+    """400: a body that its own headers describe wrongly, or that was cut off."""
+    encoding = request.headers.get("Content-Encoding")
+    if encoding is None:
+        return ApiError.invalid(None, "the body cannot be read: it is cut off, or wrongly framed", code="invalid_body")
+    message = f"Content-Encoding is {shorten(encoding)}: the body is not a valid {shorten(encoding)} stream"
+    return ApiError.invalid("Content-Encoding", message, code="invalid_body")

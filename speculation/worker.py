@@ -158,8 +158,17 @@ class Worker:
             self._send_stats()
 
     def _send_outputs(self, outputs: list[SequenceOutput]) -> None:
-        if outputs:
+        """Send a step's outputs, in halves where all of them do not fit in one frame: logprobs of prompts are long."""
+        if not outputs:
+            return
+        try:
             self._send(StepOutputs(outputs))
+        except FramingError:
+            half = len(outputs) // 2
+            if half == 0:
+                raise
+            self._send_outputs(outputs[:half])
+            self._send_outputs(outputs[half:])
 
     def _send_stats(self, *, now: bool = False) -> None:
         clock = time.monotonic()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from service.errors import ApiError, did_you_mean
+from service.errors import ApiError, did_you_mean, shorten
 from service.experiments.model import Arm, Definition, Experiment, Profile, Promote, Promotion
 from service.experiments.store import Snapshot
 from service.experiments.validation import initial_weights, overlapping, resolve_arms
@@ -63,13 +63,13 @@ class Book(msgspec.Struct, frozen=True, kw_only=True):
     def experiment(self, name: str) -> Experiment:
         """Raises `ApiError` (404)."""
         if name not in self.experiments:
-            raise ApiError(404, f"no experiment is called {name!r}{_hint(name, self.experiments)}", param="name")
+            raise ApiError(404, f"no experiment is called {shorten(name)}{_hint(name, self.experiments)}", param="name")
         return self.experiments[name]
 
     def profile(self, name: str) -> Profile:
         """Raises `ApiError` (404)."""
         if name not in self.profiles:
-            raise ApiError(404, f"no profile is called {name!r}{_hint(name, self.profiles)}", param="name")
+            raise ApiError(404, f"no profile is called {shorten(name)}{_hint(name, self.profiles)}", param="name")
         return self.profiles[name]
 
 
