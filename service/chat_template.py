@@ -66,7 +66,7 @@ class ChatTemplate:
         values |= {"messages": messages, "tools": None, "documents": None}
         try:
             return self._template.render(values, add_generation_prompt=add_generation_prompt)
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        except _REFUSALS as error:
             raise ChatTemplateError(str(error) or type(error).__name__) from error
 
 
@@ -97,6 +97,18 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(pattern: str) -> str:
     return datetime.now().astimezone().strftime(pattern)
+
+
+_REFUSALS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+)
+"""What a template raises over messages or variables that it cannot work with."""
 
 
 class _GenerationBlock(jinja2.ext.Extension):

@@ -11,7 +11,7 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from service.errors import ApiError
+from service.errors import ApiError, cut, shorten
 from service.event_stream import ClientStalledError, drop
 from service.front import Front
 from service.hosts import AllowedHosts, is_own_origin
@@ -30,9 +30,8 @@ QUIET = ("/health/", "/metrics", "/page/", "/v1/audit", "/v1/engine", "/v1/exper
 CLIENT_LEFT = 499
 """The status under which a departure is counted; nobody is there to see it."""
 
-MAX_SHOWN = 100
-"""Characters of a header's value that an error or a log line repeats."""
-
+MAX_LOGGED_PATH = 256
+"""Most characters of a request's path in errors and log lines."""
 _ACCEPTABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _log = structlog.get_logger("forerun.http")
 
@@ -66,7 +65,13 @@ async def request_context(request: web.Request, handler: Handler) -> web.StreamR
         seconds = round(time.perf_counter() - request[ARRIVED_AT], 6)
         is_quiet = request.method == "GET" and request.path.startswith(QUIET)
         log = _log.debug if is_quiet else _log.info
-        log("request", method=request.method, path=request.path, status=status, seconds=seconds)
+        log(
+            "request",
+            method=cut(request.method),
+            path=cut(request.path, MAX_LOGGED_PATH),
+            status=status,
+            seconds=seconds,
+        )
         route = request.match_info.route.resource
         front.metrics.requests.labels(route.canonical if route is not None else "unknown", str(status)).inc()
     return response
@@ -84,10 +89,12 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
         failure = error
     except web.HTTPException as error:
         failure = _from_http(request, error)
+    except web.RequestPayloadError:
+        failure = _unreadable(request)
     except Exception as error:
         if isinstance(error, ConnectionError) and has_left(request):
             raise
-        _log.exception("handler failed", path=request.path)
+        _log.exception("handler failed", path=cut(request.path, MAX_LOGGED_PATH))
         failure = ApiError.internal()
     if request.writer.output_size > 0:
         # A second head would be read as part of the first response's body, or as a frame of a WebSocket.
@@ -111,7 +118,7 @@ async def allowed_hosts_only(request: web.Request, handler: Handler) -> web.Stre
     if allowed is not None:
         for host in (request.headers.get("Host", request.host), request.host):
             if not allowed.allows(host):
-                shown = host[:MAX_SHOWN]
+                shown = cut(host)
                 _log.info("host refused", host=shown)
                 message = (
                     f"this service does not answer as {shown!a}; "
@@ -138,7 +145,7 @@ def check_origin(request: web.Request) -> None:
     host, scheme = request.headers.get("Host", request.host), request.headers.get("X-Forwarded-Proto")
     for origin in request.headers.getall("Origin", ()):
         if not is_own_origin(origin, host, scheme):
-            message = f"a page of {origin[:MAX_SHOWN]!a} may not use this service"
+            message = f"a page of {cut(ascii(origin))} may not use this service"
             raise ApiError(403, message, code="foreign_origin")
 
 
@@ -159,8 +166,18 @@ def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
         return ApiError(413, f"the body is over the limit of {most} bytes", code="request_too_large")
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
-        message = f"{request.path} does not take {request.method}; it takes {allowed}"
+        message = f"{cut(request.path, MAX_LOGGED_PATH)} does not take {cut(request.method)}; it takes {allowed}"
         return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
     if isinstance(error, web.HTTPNotFound):
-        return ApiError(404, f"there is nothing at {request.path}; docs/api.md lists the routes", code="unknown_url")
+        path = cut(request.path, MAX_LOGGED_PATH)
+        return ApiError(404, f"there is nothing at {path}; docs/api.md lists the routes", code="unknown_url")
     return ApiError(error.status, error.reason)
+
+
+def _unreadable(request: web.Request) -> ApiError:
+    """400: a body that its own headers describe wrongly, or that was cut off."""
+    encoding = request.headers.get("Content-Encoding")
+    if encoding is None:
+        return ApiError.invalid(None, "the body cannot be read: it is cut off, or wrongly framed", code="invalid_body")
+    message = f"Content-Encoding is {shorten(encoding)}: the body is not a valid {shorten(encoding)} stream"
+    return ApiError.invalid("Content-Encoding", message, code="invalid_body")

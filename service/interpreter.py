@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from service.chat_template import ChatTemplateError
-from service.errors import ApiError, did_you_mean
+from service.errors import ApiError, cut, did_you_mean, shorten
 from service.generation import SEED_SPAN, Generation, Prompt
 from service.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest, Prediction, TextPart
 from service.served_model import ServedModel
@@ -20,6 +21,9 @@ OPENAI_COMPLETION_TOKENS = 16
 
 DRAWN_SEED_BITS = 53
 """A drawn seed is short enough that a JavaScript client can send it back."""
+
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
+"""A token id as a key of `logit_bias`: ASCII digits, leading zeros among them, no more than any vocabulary needs."""
 
 
 class Interpreter:
@@ -96,13 +100,13 @@ class Interpreter:
     def _sampling(self, request: GenerationRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
         seed = secrets.randbits(DRAWN_SEED_BITS) if request.seed is None else request.seed
         if not -SEED_SPAN // 2 <= seed < SEED_SPAN:
-            raise ApiError.invalid("seed", f"seed is {seed}; it must fit in 64 bits")
+            raise ApiError.invalid("seed", f"seed is {cut(str(seed))}; it must fit in 64 bits")
         if request.min_tokens is not None and request.min_tokens > max_tokens:
             raise ApiError.invalid("min_tokens", f"min_tokens is {request.min_tokens}, above max_tokens, {max_tokens}")
         return SamplingParams(
             temperature=_or(request.temperature, 1.0),
             top_p=_or(request.top_p, 1.0),
-            top_k=max(request.top_k or 0, 0),
+            top_k=min(max(request.top_k or 0, 0), self._model.ready.vocab_size),
             min_p=_or(request.min_p, 0.0),
             presence_penalty=_or(request.presence_penalty, 0.0),
             frequency_penalty=_or(request.frequency_penalty, 0.0),
@@ -169,7 +173,9 @@ class Interpreter:
         for index, token_id in enumerate(token_ids):
             if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id <= most:
                 where = f"{name}[{index}]"
-                raise ApiError.invalid(where, f"{where} is {token_id!r}; token ids are integers from 0 to {most}")
+                raise ApiError.invalid(
+                    where, f"{where} is {shorten(token_id)}; token ids are integers from 0 to {most}"
+                )
             checked.append(token_id)
         return checked
 
@@ -190,8 +196,9 @@ class Interpreter:
         return context - num_prompt if max_tokens is None else max_tokens
 
     def _check_logprobs(self, name: str, logprobs: int | None) -> None:
-        if logprobs is not None and logprobs > self._limits.max_logprobs:
-            raise ApiError.invalid(name, f"{name} is {logprobs}; at most {self._limits.max_logprobs} are served")
+        most = min(self._limits.max_logprobs, self._model.ready.vocab_size)
+        if logprobs is not None and logprobs > most:
+            raise ApiError.invalid(name, f"{name} is {logprobs}; at most {most} are served")
 
     def _stop_strings(self, request: GenerationRequest) -> tuple[str, ...]:
         stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
@@ -206,26 +213,26 @@ class Interpreter:
         return tuple(dict.fromkeys(stop))
 
     def _stop_token_ids(self, request: GenerationRequest) -> tuple[int, ...]:
-        token_ids = self._token_ids("stop_token_ids", request.stop_token_ids or [])
-        if len(token_ids) > self._limits.max_stop_strings:
+        given = request.stop_token_ids or []
+        if len(given) > self._limits.max_stop_strings:
             most = self._limits.max_stop_strings
-            raise ApiError.invalid(
-                "stop_token_ids", f"stop_token_ids has {len(token_ids)} ids; at most {most} are served"
-            )
-        return tuple(token_ids)
+            raise ApiError.invalid("stop_token_ids", f"stop_token_ids has {len(given)} ids; at most {most} are served")
+        return tuple(self._token_ids("stop_token_ids", given))
 
     def _logit_bias(self, given: Mapping[str, float]) -> dict[int, float]:
         if len(given) > self._limits.max_logit_bias:
             most = self._limits.max_logit_bias
             raise ApiError.invalid("logit_bias", f"logit_bias has {len(given)} entries; at most {most} are served")
+        most = self._model.ready.vocab_size - 1
         bias = {}
         for name, value in given.items():
-            if not (name.isascii() and name.isdecimal() and int(name) < self._model.ready.vocab_size):
-                most = self._model.ready.vocab_size - 1
-                raise ApiError.invalid(
-                    "logit_bias", f"logit_bias has the key {name!r}; keys are token ids from 0 to {most}"
-                )
-            bias[int(name)] = value
+            token_id = int(name) if _TOKEN_ID.fullmatch(name) else most + 1
+            if token_id > most:
+                text = f"logit_bias has the key {shorten(name)}; keys are token ids from 0 to {most}, in decimal digits"
+                raise ApiError.invalid("logit_bias", text)
+            if token_id in bias:
+                raise ApiError.invalid("logit_bias", f"logit_bias names token id {token_id} twice; once is enough")
+            bias[token_id] = value
         return bias
 
     def _speculation(self, wanted: SpeculationConfig | str | None) -> SpeculationConfig | None:
@@ -233,7 +240,9 @@ class Interpreter:
         if isinstance(wanted, str):
             if wanted not in self._profiles:
                 hint = did_you_mean(wanted, self._profiles)
-                raise ApiError.invalid("speculation", f"speculation names {wanted!r}, which is no profile; {hint}")
+                raise ApiError.invalid(
+                    "speculation", f"speculation names {shorten(wanted)}, which is no profile; {hint}"
+                )
             wanted = self._profiles[wanted]
         if wanted is None:
             return None

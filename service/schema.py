@@ -7,17 +7,35 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from speculation.messages import SpeculationConfig
+from speculation.messages import BIAS, MAX_TOP_K, RANGES, Range, SpeculationConfig
 
-Temperature = Annotated[float, Meta(ge=0.0, le=2.0)]
-Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
-TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
-Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
-RepetitionPenalty = Annotated[float, Meta(gt=0.0, le=10.0)]
-Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+
+def _within(allowed: Range) -> Meta:
+    """The schema's form of a range."""
+    if allowed.is_open:
+        return Meta(gt=allowed.low, le=allowed.high)
+    return Meta(ge=allowed.low, le=allowed.high)
+
+
+MAX_INTEGER = 2**63 - 1
+"""Largest integer that every part of the service can hold; what a field means bounds it further, where it is used."""
+MAX_TEMPLATE_INTEGER = 2**53 - 1
+"""Largest integer that every JSON client sends unchanged."""
+
+Temperature = Annotated[float, _within(RANGES["temperature"])]
+TopP = Annotated[float, _within(RANGES["top_p"])]
+MinP = Annotated[float, _within(RANGES["min_p"])]
+PresencePenalty = Annotated[float, _within(RANGES["presence_penalty"])]
+FrequencyPenalty = Annotated[float, _within(RANGES["frequency_penalty"])]
+RepetitionPenalty = Annotated[float, _within(RANGES["repetition_penalty"])]
+Bias = Annotated[float, _within(BIAS)]
 Seed = int
-TokenId = Annotated[int, Meta(ge=0)]
-Count = Annotated[int, Meta(ge=1)]
+"""64 bits, signed or unsigned, which the interpreter checks: bounds here must fit in 63."""
+TokenId = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
+Count = Annotated[int, Meta(ge=1, le=MAX_INTEGER)]
+CountOrZero = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
+TemplateInteger = Annotated[int, Meta(ge=-MAX_TEMPLATE_INTEGER, le=MAX_TEMPLATE_INTEGER)]
+TopK = Annotated[int, Meta(ge=-1, le=MAX_TOP_K)]
 Salt = Annotated[str, Meta(max_length=256)]
 Priority = Annotated[int, Meta(ge=-1000, le=1000)]
 
@@ -72,11 +90,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     # How tokens are chosen.
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    """0 and -1 keep every token."""
-    min_p: Probability | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    top_k: TopK | None = None
+    """0, -1 and whatever is above the vocabulary keep every token."""
+    min_p: MinP | None = None
+    presence_penalty: PresencePenalty | None = None
+    frequency_penalty: FrequencyPenalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
     logit_bias: dict[str, Bias] | None = None
     """By token id, as a decimal string."""
@@ -86,7 +104,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     # When to stop.
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
-    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    min_tokens: CountOrZero | None = None
     ignore_eos: bool | None = None
 
     # How it is answered.
@@ -122,9 +140,9 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
     max_completion_tokens: Count | None = None
     """OpenAI's newer name of `max_tokens`."""
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    top_logprobs: CountOrZero | None = None
     prediction: Prediction | None = None
-    chat_template_kwargs: dict[str, str | bool | int | float | None] | None = None
+    chat_template_kwargs: dict[str, str | bool | TemplateInteger | float | None] | None = None
     """Variables for the model's chat template, such as `enable_thinking`."""
     response_format: ResponseFormat | None = None
     parallel_tool_calls: bool | None = None
@@ -141,8 +159,8 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
 
     prompt: str | list[Any]
     """A text, a list of texts, token ids, or a list of lists of token ids."""
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None
-    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    max_tokens: CountOrZero | None = None
+    logprobs: CountOrZero | None = None
     echo: bool | None = None
     best_of: Count | None = None
     """Must equal `n`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service.chat_template import ChatTemplate
-from service.errors import ApiError
+from service.errors import ApiError, shorten
 from service.settings import Settings
 from service.tokenizer import Tokenizer
 from speculation.messages import Ready
@@ -45,7 +45,10 @@ class ServedModel:
         """Raises `ApiError` (404) for a model that is not served."""
         if name is not None and name not in {self.name, "default"}:
             raise ApiError(
-                404, f"model {name!r} is not served here; {self.name!r} is", param="model", code="model_not_found"
+                404,
+                f"model {shorten(name)} is not served here; {self.name!r} is",
+                param="model",
+                code="model_not_found",
             )
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import inspect
 
-from service.errors import ApiError, did_you_mean
+from service.errors import ApiError, cut, did_you_mean
 from service.schema import REFUSED
 
 RequestT = TypeVar("RequestT", bound=msgspec.Struct)
@@ -19,6 +19,8 @@ RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 _LOCATED = re.compile(r"(?P<message>.*?)(?: - at `(?P<key>key` in `)?\$(?P<path>[^`]*)`)?", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]|\[\.\.\.\]")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
+MAX_DIGITS = 4300
+"""Most digits of an integer in a body: Python, and so the JSON decoder, converts no longer ones."""
 _TYPES = {"float": "a number", "int": "an integer", "str": "a string", "bool": "true or false", "array": "an array"}
 
 
@@ -56,9 +58,9 @@ def _parse_json(body: bytes) -> object:
 
 
 def _unspeakable(body: bytes) -> Iterator[tuple[str, str]]:
-    """Where a body holds what Python's own parser lets pass and JSON does not: NaN, infinity, halves of characters."""
+    """Where a body holds what `msgspec` cannot decode: NaN, infinity, huge integers, halves of characters."""
     try:
-        tree = json.loads(body)
+        tree = json.loads(body, parse_int=_parse_integer)
     except (ValueError, RecursionError):
         return
     pending: list[tuple[str, object]] = [("", tree)]
@@ -70,8 +72,21 @@ def _unspeakable(body: bytes) -> Iterator[tuple[str, str]]:
             pending += [(f"{path}[{index}]", item) for index, item in enumerate(value)]
         elif isinstance(value, float) and not math.isfinite(value):
             yield path, f"is {value}: it must be a finite number"
+        elif isinstance(value, _HugeInteger):
+            yield path, f"is an integer of {value.num_digits} digits: no number here has more than {MAX_DIGITS}"
         elif isinstance(value, str) and _SURROGATE.search(value):
             yield path, "holds a lone surrogate, half a character: text must be valid Unicode"
+
+
+class _HugeInteger(msgspec.Struct):
+    """An integer that is too long to be converted."""
+
+    num_digits: int
+
+
+def _parse_integer(text: str) -> int | _HugeInteger:
+    digits = text.lstrip("-")
+    return int(text) if len(digits) <= MAX_DIGITS else _HugeInteger(len(digits))
 
 
 def explain(error: str, tree: dict[str, Any], expected: type[msgspec.Struct]) -> ApiError:
@@ -81,7 +96,7 @@ def explain(error: str, tree: dict[str, Any], expected: type[msgspec.Struct]) ->
     value, kind = _follow(path, tree, inspect.type_info(expected))
     param = path.removeprefix(".").replace("[...]", "")
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", message, re.DOTALL):
-        name = f"{param}.{unknown[1]}".removeprefix(".")
+        name = f"{param}.{cut(unknown[1])}".removeprefix(".")
         hint = did_you_mean(unknown[1], _field_names(kind))
         return ApiError.invalid(name, f"{name} is not a known field; {hint}", code="unknown_parameter")
     if missing := re.fullmatch(r"Object missing required field `(.*)`", message, re.DOTALL):
@@ -160,5 +175,4 @@ def _choices(kind: inspect.Type) -> str:
 
 def _shown(value: object) -> str:
     """A value as the client wrote it, shortened."""
-    text = msgspec.json.encode(value).decode()
-    return text if len(text) <= 80 else f"{text[:77]}…"
+    return cut(msgspec.json.encode(value).decode())

@@ -15,7 +15,7 @@ from msgspec import UNSET, Meta, UnsetType
 from service.answer import Answer, Closing
 from service.choice import ChoiceDelta
 from service.context import FRONT, check_origin
-from service.errors import ApiError, ErrorBody
+from service.errors import ApiError, ErrorBody, shorten
 from service.event_stream import drop, limit_writes
 from service.front import Front, GenerationBody
 from service.origin import Origin
@@ -175,7 +175,7 @@ class Conversation:
                     if (running := self._running.get(parse_body(data, Cancel).id)) is not None:
                         running.cancel()
                 case _:
-                    raise ApiError.invalid("type", f"type is {tree.type!r}; it must be 'generate' or 'cancel'")
+                    raise ApiError.invalid("type", f"type is {shorten(tree.type)}; it must be 'generate' or 'cancel'")
         except ApiError as error:
             await self._send(Failed(id=message_id, error=error.body))
         except Exception:  # noqa: BLE001 - other generations of the socket go on

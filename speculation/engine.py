@@ -21,6 +21,7 @@ from speculation.scheduler import Scheduler, StepPlan
 from speculation.sequence import Sequence
 from speculation.step_batch import SequenceRows, StepBatch, StepBatchBuilder
 from speculation.step_report import SequenceResult, StepReporter, StepResult, token_logprob
+from speculation.submit_check import SubmitLimits, check_submit
 from speculation.verify import Verdict, walk
 from target.batch import ForwardOutput
 from target.layout import slots_of
@@ -196,18 +197,12 @@ class Engine:
             raise AssertionError(f"{self.pool.num_in_use} blocks are in use although no sequence is here")
 
     def _refusal(self, request: Submit) -> Rejected | None:
-        num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
         most = min(self.max_model_len, self.pool.num_usable * self.pool.block_size)
-        vocab_size = self._runner.config.vocab_size
+        wrong = check_submit(request, SubmitLimits(vocab_size=self._runner.config.vocab_size, context=most))
+        if wrong is not None:
+            return wrong
         if request.request_id in self._sequences:
             return _rejected(request, "invalid", f"request id {request.request_id!r} is in use")
-        if num_prompt == 0:
-            return _rejected(request, "invalid", "the prompt has no tokens; at least one is needed", "prompt")
-        if not all(0 <= token_id < vocab_size for token_id in (*request.prompt_token_ids, *request.output_token_ids)):
-            return _rejected(request, "invalid", f"token ids must be between 0 and {vocab_size - 1}", "prompt")
-        if num_prompt + max_tokens > most:
-            message = f"{num_prompt} prompt tokens and max_tokens {max_tokens} exceed the context of {most}"
-            return _rejected(request, "invalid", message, "max_tokens")
         num_waiting = len(self._scheduler.waiting)
         if num_waiting >= self._max_waiting:
             return _rejected(request, "overloaded", f"{num_waiting} requests are waiting already; try again later")

@@ -14,6 +14,8 @@ import msgspec
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """No message is longer: a longer announced length means that the two sides have lost step."""
+MAX_REASON = 200
+"""Most characters that an error repeats of why a frame is no message: it may quote the frame."""
 
 MessageT = TypeVar("MessageT")
 
@@ -73,5 +75,5 @@ class FrameReader(Generic[MessageT]):
     def _decode(self, payload: bytes) -> MessageT:
         try:
             return self._decoder.decode(payload)
-        except (ValueError, OverflowError, RecursionError) as error:
-            raise FramingError(f"a frame of {len(payload)} bytes is no message: {error}") from error
+        except (ValueError, OverflowError, RecursionError) as error:  # the last for a value nested too deeply
+            raise FramingError(f"a frame of {len(payload)} bytes is no message: {str(error)[:MAX_REASON]}") from error

@@ -9,9 +9,12 @@ from __future__ import annotations
 import msgspec
 
 from draft.config import DraftModelConfig, NgramConfig, NoSpeculation, SpeculationConfig, method_of, resolve
-from target.sampling_params import SamplingParams
+from target.sampling_params import BIAS, MAX_TOP_K, RANGES, Range, SamplingParams
 
 __all__ = [
+    "BIAS",
+    "MAX_TOP_K",
+    "RANGES",
     "Abort",
     "Alive",
     "BlocksChanged",
@@ -22,6 +25,7 @@ __all__ = [
     "NgramConfig",
     "NoSpeculation",
     "Prefer",
+    "Range",
     "Ready",
     "Rejected",
     "RequestMetrics",

@@ -159,16 +159,18 @@ class Worker:
             self._send_stats()
 
     def _send_outputs(self, outputs: list[SequenceOutput]) -> None:
+        """Send a step's outputs, in halves where all of them do not fit in one frame: logprobs of prompts are long."""
         if not outputs:
             return
         try:
             self._send(StepOutputs(outputs))
         except FramingError as error:
-            if len(outputs) > 1:
-                for output in outputs:
-                    self._send_outputs([output])
-            else:
+            half = len(outputs) // 2
+            if half == 0:
                 self._refuse(outputs[0].request_id, error)
+                return
+            self._send_outputs(outputs[:half])
+            self._send_outputs(outputs[half:])
 
     def _refuse(self, request_id: str, error: FramingError) -> None:
         """End a sequence whose output does not fit in a frame; the others go on."""

@@ -187,7 +187,14 @@ def _choose_natively(kernel: Callable[..., None], adjusted: torch.Tensor, rows: 
         keys = noise_keys(seeds, np.array([row.position for row in rows], np.int64))
     chosen = np.empty(num_rows, np.int64)
     fields = [
-        (0.0 if p.is_greedy else p.temperature, floor_of(p, vocab_size), p.top_p, p.top_k, p.min_p > 0.0, key)
+        (
+            0.0 if p.is_greedy else p.temperature,
+            floor_of(p, vocab_size),
+            p.top_p,
+            min(p.top_k, vocab_size),
+            p.min_p > 0.0,
+            key,
+        )
         for p, key in zip(params, keys.view(np.uint64).tolist(), strict=True)
     ]
     kernel(adjusted.data_ptr(), 4 * adjusted.stride(0), vocab_size, fields, chosen)
@@ -341,7 +348,7 @@ def _candidates(tempered: torch.Tensor, params: Sequence[SamplingParams]) -> tup
     """
     device, vocab_size = tempered.device, tempered.shape[1]
     top_p = to_device([p.top_p for p in params], device, torch.float64)[:, None]
-    top_k = to_device([p.top_k or vocab_size for p in params], device)[:, None]
+    top_k = to_device([min(p.top_k or vocab_size, vocab_size) for p in params], device)[:, None]
     whole = to_device([p.top_k == 0 and p.min_p == 0.0 for p in params], device)[:, None]
     floors = [floor_of(p, vocab_size) for p in params]
     floor = to_device(floors, device, torch.float32)[:, None]

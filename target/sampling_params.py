@@ -2,13 +2,51 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 GREEDY_BELOW = 1e-5
+MAX_TOP_K = 2**63 - 1
+"""Largest `top_k`; from the size of the vocabulary on it keeps every token."""
+MAX_SEED = 2**64 - 1
+
+
+class Range(NamedTuple):
+    """The numbers from `low` to `high`, which neither NaN nor an infinity is among."""
+
+    low: float
+    high: float
+    is_open: bool = False
+    """Whether `low` itself is left out."""
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, int | float) and self.low <= value <= self.high and not self._is_left_out(value)
+
+    def __str__(self) -> str:
+        if self.is_open:
+            return f"above {self.low:g} and at most {self.high:g}"
+        return f"from {self.low:g} to {self.high:g}"
+
+    def _is_left_out(self, value: float) -> bool:
+        return self.is_open and value == self.low
+
+
+RANGES = {
+    "temperature": Range(0.0, 2.0),
+    "top_p": Range(0.0, 1.0, is_open=True),
+    "min_p": Range(0.0, 1.0),
+    "presence_penalty": Range(-2.0, 2.0),
+    "frequency_penalty": Range(-2.0, 2.0),
+    "repetition_penalty": Range(0.001, 10.0),
+}
+"""What each number of `SamplingParams` may be; a smaller repetition penalty would lift logits beyond a float32."""
+BIAS = Range(-100.0, 100.0)
+"""What `logit_bias` may add to a logit."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the next token is chosen. Values are validated where they enter (the service's wire schema).
+    """How the next token is chosen. Values are checked where they enter: by the service's schema and by the engine.
 
     Order of effect on the target's logits, at every drafted position alike: `logit_bias`, the ban on stop tokens
     below `min_tokens`, repetition, presence and frequency penalties, division by `temperature`, then on the tempered

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from service.errors import ApiError, did_you_mean
+from service.errors import ApiError, did_you_mean, shorten
 from service.experiments.model import Arm, Definition, Experiment, Profile, Promote, Promotion
 from service.experiments.store import Snapshot
 from service.experiments.validation import initial_weights, overlapping, resolve_arms
@@ -77,14 +77,14 @@ class Book(msgspec.Struct, frozen=True, kw_only=True):
         """Raises `ApiError`: 404, or 409 for one that this version cannot read."""
         self.check_readable("experiment", name)
         if name not in self.experiments:
-            raise ApiError(404, f"no experiment is called {name!r}{_hint(name, self.experiments)}", param="name")
+            raise ApiError(404, f"no experiment is called {shorten(name)}{_hint(name, self.experiments)}", param="name")
         return self.experiments[name]
 
     def profile(self, name: str) -> Profile:
         """Raises `ApiError`: 404, or 409 for one that this version cannot read."""
         self.check_readable("profile", name)
         if name not in self.profiles:
-            raise ApiError(404, f"no profile is called {name!r}{_hint(name, self.profiles)}", param="name")
+            raise ApiError(404, f"no profile is called {shorten(name)}{_hint(name, self.profiles)}", param="name")
         return self.profiles[name]
 
     def check_readable(self, kind: str, name: str) -> None:

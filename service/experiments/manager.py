@@ -13,7 +13,7 @@ import structlog
 
 from cache_store.metadata import StoreUnavailable
 from service.background import logged_failures, run_forever, start_task
-from service.errors import ApiError, did_you_mean
+from service.errors import ApiError, did_you_mean, shorten
 from service.experiments import book as books
 from service.experiments.assignment import RequestFacts, matches, place, traffic_weights
 from service.experiments.book import Book
@@ -196,7 +196,7 @@ class Experiments:
         names = self.book.experiment(name).definition.arm_names
         chosen = arm or report.best
         if chosen is None or chosen not in names:
-            raise ApiError.invalid("arm", f"arm is {chosen!r}; {did_you_mean(str(chosen), names)}")
+            raise ApiError.invalid("arm", f"arm is {shorten(chosen)}; {did_you_mean(str(chosen), names)}")
         index, because = names.index(chosen), "promoted by hand" if arm else report.verdict
         book = await self._keeper.change(
             lambda book: books.promote(book, name, index, now, because, by_hand=arm is not None)

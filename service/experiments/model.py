@@ -58,7 +58,7 @@ class Guardrail(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """What no arm may do: the 95th percentile of a metric, on its slow side, or the share of requests that fail."""
 
     metric: Literal["tpot", "latency_per_token", "ttft", "tokens_per_second", "error_rate"]
-    limit: Annotated[float, msgspec.Meta(gt=0.0)] | None = None
+    limit: Annotated[float, msgspec.Meta(gt=0.0, le=1e12)] | None = None
     """Seconds, seconds per token, tokens per second, or a share: an arm must stay on the good side of it."""
     max_worsening: Annotated[float, msgspec.Meta(gt=0.0, le=10.0)] | None = None
     """Against the first arm: 0.1 allows a p95 that is 10 % worse, or an error rate that is 0.1 higher."""
@@ -81,7 +81,7 @@ class Switchback(
     """All traffic to one arm for a time slot; every arm once in each block of slots, in random order."""
 
     slot_seconds: Annotated[float, msgspec.Meta(ge=1.0, le=86_400.0)] = 60.0
-    washout_seconds: Annotated[float, msgspec.Meta(ge=0.0)] = 5.0
+    washout_seconds: Annotated[float, msgspec.Meta(ge=0.0, le=43_200.0)] = 5.0
     """Requests that arrive so soon after a switch are not counted: the batch still holds the other arm's."""
 
 
@@ -108,9 +108,9 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     filter: Filter = Filter()
     metric: Metric = "tpot"
     guardrails: Annotated[list[Guardrail], msgspec.Meta(max_length=8)] = []
-    min_samples: Annotated[int, msgspec.Meta(ge=40)] = 200
+    min_samples: Annotated[int, msgspec.Meta(ge=40, le=100_000_000)] = 200
     """Finished requests, all arms together, before anything is concluded."""
-    max_samples: Annotated[int, msgspec.Meta(le=100_000_000)] = 20_000
+    max_samples: Annotated[int, msgspec.Meta(ge=40, le=100_000_000)] = 20_000
     significance: Annotated[float, msgspec.Meta(ge=0.0001, le=0.2)] = 0.05
     """Probability of a false conclusion over the whole experiment, whenever one looks, however many arms there are."""
     expected_effect: Annotated[float, msgspec.Meta(ge=0.005, le=1.0)] = 0.1

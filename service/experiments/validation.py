@@ -8,7 +8,7 @@ from typing import get_args
 
 import msgspec
 
-from service.errors import ApiError, did_you_mean
+from service.errors import ApiError, cut, did_you_mean
 from service.experiments.model import Adaptive, Arm, Definition, Experiment, Filter, Profile, Switchback
 from service.validation import parse_body
 from speculation.messages import SpeculationConfig
@@ -250,6 +250,5 @@ def _check_allocation(definition: Definition) -> None:
 
 
 def _shown(value: object) -> str:
-    """A value for a message: short, on one line, nothing in it but printable ASCII."""
-    text = ascii(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    """A value for a message: short, on one line, in printable characters."""
+    return cut(ascii(value))

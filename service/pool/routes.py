@@ -6,7 +6,7 @@ import msgspec
 from aiohttp import web
 
 from service.context import FRONT
-from service.errors import ApiError, did_you_mean
+from service.errors import ApiError, did_you_mean, shorten
 from service.pool.cache_statistics import CacheUse
 from service.pool.member import Member
 from service.service_routes import json_response
@@ -86,7 +86,8 @@ async def drain(request: web.Request) -> web.Response:
     member = front.client.members.get(engine_id)
     if member is None:
         hint = did_you_mean(engine_id, front.client.members)
-        raise ApiError(404, f"{engine_id!r} is no engine of this service; {hint}", param="id", code="engine_not_found")
+        message = f"{shorten(engine_id)} is no engine of this service; {hint}"
+        raise ApiError(404, message, param="id", code="engine_not_found")
     member.drain()
     return json_response(EngineInfo.of(member, front.prefixes.num_held(member)), status=202)
 

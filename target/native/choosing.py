@@ -167,7 +167,8 @@ def _collect(row: int, size: int, peak: float, p: Any, held: npt.NDArray[np.uint
     likelihood, equal ones by token id.
     """
     count, floor = 0, p.floor
-    limit = max(_HELD, 4 * p.top_k)
+    top_k = min(p.top_k, np.int64(size))  # a larger one would overflow below, and points beyond `held`
+    limit = max(_HELD, 4 * top_k)
     whole = size // 16 * 16
     divisor, peaks = broadcast(p.temperature), broadcast(peak)
     for i in range(0, size, 16):
@@ -182,13 +183,13 @@ def _collect(row: int, size: int, peak: float, p: Any, held: npt.NDArray[np.uint
                         token_id
                     )
                     count += 1
-        if p.top_k > 0 and count > limit:
+        if top_k > 0 and count > limit:
             held[:count].sort()
-            count = p.top_k
+            count = top_k
             floor = np.float32(_value(held[count - 1]))
-    if p.top_k > 0 and count > p.top_k:
+    if top_k > 0 and count > top_k:
         held[:count].sort()
-        count = p.top_k
+        count = top_k
     return count
 
 

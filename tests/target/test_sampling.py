@@ -7,6 +7,8 @@ import pytest
 import torch
 from scipy import stats
 
+from target.native.choosing import PARAMETERS, choose_rows
+from target.native.isa import native_supported
 from target.noise import gumbel, noise_keys
 from target.sampling import SamplingRow, TokenCounts, choose, sample, score
 from target.sampling_params import SamplingParams
@@ -104,6 +106,33 @@ def test_a_row_is_chosen_as_if_it_were_alone(params: SamplingParams) -> None:
     rows = [SamplingRow(params if i % 2 else others[i % 3], 100 + i, counts=counts) for i in range(9)]
     together = sample(logits, rows).token_ids
     assert together == [sample(logits[i : i + 1], rows[i : i + 1]).token_ids[0] for i in range(9)]
+
+
+@pytest.mark.parametrize("vocab_size", [24, 2500])
+@pytest.mark.parametrize("top_k", [2**31, 2**61 - 1, 2**61, 2**62, 2**63 - 1])
+def test_a_top_k_above_the_vocabulary_keeps_every_token(top_k: int, vocab_size: int) -> None:
+    """In the native and in the torch chooser alike, however large it is and whatever filters come with it."""
+    logits = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(1)) * 2
+    for others in ({}, {"top_p": 0.7}, {"min_p": 0.01, "top_p": 0.9}):
+        rows = rows_of(SamplingParams(top_k=top_k, seed=6, **others), 8)
+        expected = sample(logits, rows_of(SamplingParams(top_k=vocab_size, seed=6, **others), 8)).token_ids
+        assert sample(logits, rows).token_ids == expected
+        assert choose(logits, rows).tolist() == expected
+
+
+@pytest.mark.parametrize("top_k", [2**61, 2**62 + 1, 2**63 - 1])
+def test_the_native_chooser_bounds_top_k_itself(top_k: int) -> None:
+    """A `top_k` that overflows when it is multiplied writes nothing outside of the scratch array."""
+    if not native_supported()[0]:
+        pytest.skip("the processor cannot run the native chooser")
+    size = 2500
+    logits = torch.randn(1, size, generator=torch.Generator().manual_seed(1))
+    parameters = np.array([(1.0, -np.inf, 1.0, top_k, 0, 99)], PARAMETERS)
+    scratch = np.full(size + 16 + 4096, 7, np.uint64)
+    chosen = np.empty(1, np.int64)
+    choose_rows(logits.data_ptr(), 4 * size, size, parameters, scratch[: size + 16], chosen)
+    assert (scratch[size + 16 :] == 7).all()
+    assert 0 <= chosen[0] < size
 
 
 def test_greedy_takes_the_first_of_equals() -> None:
