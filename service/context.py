@@ -105,7 +105,7 @@ def error_response(error: ApiError) -> web.Response:
 
 def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
     if isinstance(error, web.HTTPRequestEntityTooLarge):
-        most = request.app[FRONT].settings.limits.max_body_bytes
+        most = request.app[FRONT].max_body_bytes
         return ApiError(413, f"the body is over the limit of {most} bytes", code="request_too_large")
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
