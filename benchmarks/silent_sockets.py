@@ -32,9 +32,8 @@ KINDS = ("silent", "header", "body", "idle", "websocket")
 PROBE_SECONDS = 0.1
 CONNECTING_AT_ONCE = 200
 DRIP_SECONDS = 1.0
-MARGIN_SECONDS = 10.0
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100000\r\n\r\n"
 OPENINGS = {
     "silent": b"",
     "header": b"POST /v1/completions HTTP/1.1\r\nX-Slow: ",
@@ -102,6 +101,7 @@ class Sockets:
         self._kinds = kinds
         self._tasks: list[asyncio.Task[None]] = []
         self._gate = asyncio.Semaphore(CONNECTING_AT_ONCE)
+        self._changed = asyncio.Event()
         self.num_connected = 0
         self.num_open = 0
 
@@ -111,8 +111,16 @@ class Sockets:
             self._tasks.append(asyncio.create_task(self._hold(self._kinds[index % len(self._kinds)])))
 
     async def opened(self) -> None:
-        while self.num_connected < len(self._tasks) and not all(task.done() for task in self._tasks):
-            await asyncio.sleep(0.01)
+        """Wait until each has been opened, or was refused."""
+        while self.num_connected < len(self._tasks):
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def closed(self) -> None:
+        """Wait until the service has closed each."""
+        while self.num_open:
+            self._changed.clear()
+            await self._changed.wait()
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -126,9 +134,10 @@ class Sockets:
                 reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
                 writer.write(OPENINGS[kind])
         except OSError:
-            self.num_connected += 1
             return
-        self.num_connected += 1
+        finally:
+            self.num_connected += 1
+            self._changed.set()
         self.num_open += 1
         drip = b"a" if kind in {"header", "body"} else b""
         try:
@@ -147,6 +156,7 @@ class Sockets:
             return
         finally:
             self.num_open -= 1
+            self._changed.set()
             writer.close()
 
 
@@ -171,8 +181,9 @@ async def measure(count: int, files: int, kind: str, flags: Sequence[str], patie
             sockets.open(count)
             await sockets.opened()
             opened_at = time.monotonic()
-            while sockets.num_open and time.monotonic() < opened_at + patience:
-                await asyncio.sleep(0.05)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience):
+                    await sockets.closed()
             closed = None if sockets.num_open else time.monotonic() - opened_at
             left_open = sockets.num_open
             await asyncio.sleep(1.0)
@@ -209,7 +220,7 @@ def main() -> int:
     parser.add_argument("--forerun-args", default="", metavar="FLAGS", help="flags of the service")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the report there")
     arguments = parser.parse_args()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     flags = shlex.split(arguments.forerun_args)

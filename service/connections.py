@@ -1,7 +1,7 @@
 """Client connections: accepted up to a limit, with a deadline for whoever does not speak.
 
-A connection is in one of these states, oldest first in each. Those above `busy` are closed, in this order, when a new
-connection needs the room; when every connection is busy, the new one is answered 503.
+A connection is in one of these states, oldest first in each. Those above `busy` are closed, roughly in this order, when
+a new connection needs the room; when every connection is busy, the new one is answered 503.
 
     speechless   no complete request head yet          closed after `header_seconds`
     idle         a request was answered, none follows  closed after `idle_seconds`
@@ -37,8 +37,8 @@ LINGER_SECONDS = 1.0
 """How long a refused or ended connection stays open for its client to read why."""
 MAX_LINGERING = 32
 """Refused connections that stay open at a time; further ones are closed at once."""
-RECEIVING_GRACE_SECONDS = 5.0
-"""A body that has been arriving for less is never given up for another client."""
+FIRST_REQUEST_SECONDS = 1.0
+"""How long a connection may be silent before it is closed rather than one that is idle."""
 STALL_GRACE_SECONDS = 2.0
 """How much later than `stall_seconds` a connection is ended here: who writes a stream ends it first, and counts it."""
 DISCARD_SECONDS = 5.0
@@ -167,15 +167,23 @@ class ConnectionTable:
     def evict(self) -> bool:
         """End the connection that is missed least, to make room for another; False if all are busy."""
         now = self._loop.time()
-        for queue in self._queues:
-            for connection, since in queue.items():
-                if queue is self._receiving and now - since < RECEIVING_GRACE_SECONDS:
-                    break
-                is_quiet = queue is self._quiet
-                self._end(connection, "evicted", TRY_AGAIN_LATER if is_quiet else b"")
-                self._evictions.warn(now, open=self.num_open, most=self.max_open)
-                return True
-        return False
+        connection = self._least_missed(now)
+        if connection is None:
+            return False
+        self._end(connection, "evicted", TRY_AGAIN_LATER if connection in self._quiet else b"")
+        self._evictions.warn(now, open=self.num_open, most=self.max_open)
+        return True
+
+    def _least_missed(self, now: float) -> Connection | None:
+        """The oldest that is silent, but rather an idle one than one so young that its first request is on its way."""
+        for connection, since in self._speechless.items():
+            if now - since >= FIRST_REQUEST_SECONDS or len(self._speechless) > self.max_open // 2:
+                return connection
+            break
+        for queue in (self._idle, self._quiet, self._receiving, self._speechless):
+            if queue:
+                return next(iter(queue))
+        return None
 
     def stop(self) -> None:
         """Watch no longer."""
