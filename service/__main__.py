@@ -69,6 +69,7 @@ def serve(arguments: Sequence[str]) -> int:
 
 def engine(arguments: Sequence[str]) -> int:
     """Run one engine alone, for fronts that find it in the store."""
+    from service.connections import raise_file_limit
     from service.pool.standalone import run_engine
 
     try:
@@ -76,6 +77,7 @@ def engine(arguments: Sequence[str]) -> int:
     except SettingsError as error:
         print(f"forerun engine: {error}", file=sys.stderr)
         return 2
+    raise_file_limit()
     return asyncio.run(run_engine(settings, partial(print, flush=True)))
 
 

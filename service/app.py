@@ -40,6 +40,7 @@ from service.pool.routes import engines as list_engines
 from service.pool.security import Security
 from service.pool.store import MEMORY
 from service.request_log import RequestLog
+from service.served_model import MAX_BODY_BYTES
 from service.service_routes import live, metrics, model, models, ready
 from service.settings import Settings
 from service.supervisor import EngineStartError
@@ -65,7 +66,7 @@ def create_app(settings: Settings, engine_command: Sequence[str] | None = None) 
     """
     app = web.Application(
         middlewares=[request_context, openai_errors, allowed_hosts_only, own_pages_only, only_who_may],
-        client_max_size=settings.limits.max_body_bytes,
+        client_max_size=settings.limits.max_body_bytes or MAX_BODY_BYTES,
     )
     app[FRONT] = Front(settings)
     app[TENANTS] = app[FRONT].tenants
@@ -155,6 +156,7 @@ async def engines(app: web.Application) -> AsyncIterator[None]:
         each.cancel()
         with suppress(asyncio.CancelledError, Exception):  # whoever awaited it before has reported its error
             await each
+    front.long_texts.close()
     await front.store.store.close()
 
 

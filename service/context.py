@@ -162,7 +162,7 @@ async def add_request_id(request: web.Request, response: web.StreamResponse) -> 
 
 def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
     if isinstance(error, web.HTTPRequestEntityTooLarge):
-        most = request.app[FRONT].settings.limits.max_body_bytes
+        most = request.app[FRONT].max_body_bytes
         return ApiError(413, f"the body is over the limit of {most} bytes", code="request_too_large")
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))

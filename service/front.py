@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import structlog
@@ -13,6 +14,7 @@ import structlog
 from service.admission import Admission
 from service.answer import Answer
 from service.audit import Auditor, Sample
+from service.body_budget import BodyBudget
 from service.engine_client import EngineRejectedError, EngineUnavailableError
 from service.errors import ApiError
 from service.experiments.assignment import RequestFacts
@@ -21,6 +23,7 @@ from service.experiments.opening import open_experiment_store
 from service.experiments.participation import Participation, taking_part
 from service.generation import Generation
 from service.interpreter import Interpreter
+from service.long_texts import LONG_TEXT_BYTES, LongTexts
 from service.metrics import ServiceMetrics
 from service.origin import Origin
 from service.pool.cache_statistics import CacheStatistics
@@ -40,6 +43,9 @@ from speculation.messages import Ready, SpeculationConfig, Stats, method_of, res
 _log = structlog.get_logger("forerun.generation")
 
 GenerationBody = ChatCompletionRequest | CompletionRequest
+UNREADY_BODY_BYTES = 1024 * 1024
+"""Largest body while no engine has told what the context is."""
+
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/stream")
 """Where requests for generation come in."""
 
@@ -68,6 +74,8 @@ class Front:
         self.metrics.registry.register(PoolCollector(self.client, self.store.health))
         self.request_log: RequestLog | None = None
         """Where finished requests are recorded, if that was asked for and while the service runs."""
+        self.bodies = BodyBudget(settings.limits.max_pending_bytes)
+        self.long_texts = LongTexts(settings.limits.max_pending_bytes)
         self._model: ServedModel | None = None
         self._loading = asyncio.Lock()
         self.experiments = Experiments(
@@ -97,6 +105,14 @@ class Front:
         if self._model is None:
             raise ApiError.unavailable("the model is being loaded; try again shortly", "engine_not_ready")
         return self._model
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Largest body of a request: as set, else what the model's context can hold, once that is known."""
+        given = self.settings.limits.max_body_bytes
+        if given is not None:
+            return given
+        return UNREADY_BODY_BYTES if self._model is None else self._model.max_body_bytes
 
     @property
     def fingerprint(self) -> str | None:
@@ -136,10 +152,7 @@ class Front:
             capacity = self.client.capacity
             self.admission.check_room(self.client.num_live, body.n or 1, capacity)
             interpreter = Interpreter(model, self.settings.limits, self.profiles)
-            if isinstance(body, ChatCompletionRequest):
-                generation = await asyncio.to_thread(interpreter.chat, generation_id, body)
-            else:
-                generation = await asyncio.to_thread(interpreter.completion, generation_id, body)
+            generation = await self._interpret(interpreter, generation_id, body)
             self.admission.check_room(self.client.num_live, generation.num_choices, capacity)
             assignment = self._assign(generation, body, origin)
             generation = replace(
@@ -160,6 +173,17 @@ class Front:
                         self._note_answer(answer, method, part, tenant)
                         if not answer.is_aborted:
                             self._keep(sample, transcript)
+
+    async def _interpret(self, interpreter: Interpreter, generation_id: str, body: GenerationBody) -> Generation:
+        """What a request asks for, worked out in a thread: a long text in the one for long texts."""
+        size = interpreter.check_size(body)
+        if isinstance(body, ChatCompletionRequest):
+            work = partial(interpreter.chat, generation_id, body)
+        else:
+            work = partial(interpreter.completion, generation_id, body)
+        if size >= LONG_TEXT_BYTES:
+            return await self.long_texts.run(size, work)
+        return await asyncio.to_thread(work)
 
     def _keep(self, sample: Sample | None, transcript: Transcript | None) -> None:
         """What is to be kept of a request that was answered to its end."""

@@ -8,6 +8,7 @@ import structlog
 from aiohttp import web
 
 from service.answer import Answer
+from service.bodies import received_body
 from service.choice import ChoiceDelta
 from service.context import ARRIVED_AT, FRONT
 from service.errors import ApiError
@@ -16,14 +17,14 @@ from service.formats import AnswerFormat, ChatFormat, CompletionFormat
 from service.front import Front, GenerationBody
 from service.origin import Origin
 from service.schema import ChatCompletionRequest, CompletionRequest
-from service.validation import parse_body
+from service.validation import RequestT, parse_body
 
 DONE = b"[DONE]"
 _log = structlog.get_logger("forerun.generation")
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    body = parse_body(await request.read(), ChatCompletionRequest)
+    body = await _parsed(request, ChatCompletionRequest)
     generation_id = f"chatcmpl-{uuid.uuid4().hex}"
     style = ChatFormat(
         generation_id,
@@ -35,7 +36,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    body = parse_body(await request.read(), CompletionRequest)
+    body = await _parsed(request, CompletionRequest)
     generation_id = f"cmpl-{uuid.uuid4().hex}"
     style = CompletionFormat(
         generation_id,
@@ -44,6 +45,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
         with_usage=wants_usage(body),
     )
     return await respond(request, generation_id, body, style)
+
+
+async def _parsed(request: web.Request, request_type: type[RequestT]) -> RequestT:
+    """The body of a request, of which no more than what it says is kept."""
+    async with received_body(request) as body:
+        return parse_body(body, request_type)
 
 
 def wants_usage(body: GenerationBody) -> bool:

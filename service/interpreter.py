@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,17 @@ from service.generation import SEED_SPAN, Generation, Prompt
 from service.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest, Prediction, TextPart
 from service.served_model import ServedModel
 from service.settings import LimitSettings
+from service.tokenizer import TooManyTokensError
 from speculation.messages import SamplingParams, SpeculationConfig, resolve
 
 OPENAI_COMPLETION_TOKENS = 16
 """What /v1/completions generates where the request does not say, as OpenAI's does."""
+
+MAX_CHARACTER_BYTES = 4
+"""Most bytes of a character in UTF-8."""
+
+MESSAGE_CHARACTERS = 64
+"""Characters whose tokenizing takes as long as rendering a message."""
 
 DRAWN_SEED_BITS = 53
 """A drawn seed is short enough that a JavaScript client can send it back."""
@@ -34,8 +42,77 @@ class Interpreter:
         self._limits = limits
         self._profiles = profiles
 
+    def check_size(self, request: GenerationRequest) -> int:
+        """Refuse what is too much to be looked at closely, by counts and lengths alone.
+
+        Returns the size of the work that is left, in characters to tokenize. Takes a moment even for the largest body.
+        """
+        if isinstance(request, ChatCompletionRequest):
+            size, num_prompts = self._check_messages(request), 1
+        else:
+            assert isinstance(request, CompletionRequest)
+            size, num_prompts = self._check_prompts(request), _num_prompts(request)
+        num_choices = num_prompts * (request.n or 1)
+        if num_choices > self._limits.max_choices:
+            param = "n" if num_prompts == 1 else "prompt"
+            raise ApiError.invalid(
+                param, f"{num_choices} choices are asked for; at most {self._limits.max_choices} are served"
+            )
+        if request.prediction is not None:
+            size += self._check_text("prediction.content", _texts_of(request.prediction.content))
+        return size
+
+    def _check_messages(self, request: ChatCompletionRequest) -> int:
+        """Size of a conversation, which has no more messages than the context has tokens."""
+        context = self._model.context_length
+        if len(request.messages) > context:
+            raise ApiError.invalid(
+                "messages",
+                f"messages has {len(request.messages)} entries; the context is {context} tokens, of which each takes "
+                "at least one",
+                code="context_length_exceeded",
+            )
+        given = request.chat_template_kwargs or {}
+        size = MESSAGE_CHARACTERS * len(request.messages)
+        size += self._check_text("chat_template_kwargs", [value for value in given.values() if isinstance(value, str)])
+        size += self._check_text("messages", [message.name for message in request.messages if message.name is not None])
+        return size + self._check_text(
+            "messages", [text for message in request.messages for text in _texts_of(message.content)]
+        )
+
+    def _check_prompts(self, request: CompletionRequest) -> int:
+        """Size of all prompts, none of which is longer than the context."""
+        prompt = request.prompt
+        prompts = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
+        if len(prompts) > self._limits.max_choices:
+            return 0
+        size = 0
+        for item in prompts:
+            if isinstance(item, str):
+                size += self._check_text("prompt", [item])
+            elif isinstance(item, list):
+                size += len(item)
+                if len(item) >= self._model.context_length:
+                    raise self._too_many_tokens("prompt", str(len(item)))
+        return size
+
+    def _check_text(self, name: str, texts: Sequence[str]) -> int:
+        """Characters of texts that are one field together, if they can fit in the context."""
+        size, most = sum(map(len, texts)), self._model.max_text_bytes
+        if most is None or size * MAX_CHARACTER_BYTES <= most:
+            return size
+        num_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
+        if num_bytes > most:
+            raise ApiError.invalid(
+                name,
+                f"{name} has {num_bytes} bytes of text; the context is {self._model.context_length} tokens, which can "
+                f"be {most} bytes at most",
+                code="context_length_exceeded",
+            )
+        return size
+
     def chat(self, request_id: str, request: ChatCompletionRequest) -> Generation:
-        """A chat completion. Runs the tokenizer: call it in a thread."""
+        """A chat completion that `check_size` let pass. Runs the tokenizer: call it in a thread."""
         self._model.check_name(request.model)
         if request.top_logprobs is not None and not request.logprobs:
             raise ApiError.invalid("top_logprobs", "top_logprobs is given without logprobs; set logprobs to true")
@@ -50,7 +127,7 @@ class Interpreter:
         return self._generation(request_id, request, (prompt,), max_tokens, logprobs, request.prediction)
 
     def completion(self, request_id: str, request: CompletionRequest) -> Generation:
-        """A text completion. Runs the tokenizer: call it in a thread."""
+        """A text completion that `check_size` let pass. Runs the tokenizer: call it in a thread."""
         self._model.check_name(request.model)
         if request.best_of not in {None, request.n or 1}:
             raise ApiError.invalid(
@@ -78,12 +155,6 @@ class Interpreter:
         logprobs: int | None,
         prediction: Prediction | None,
     ) -> Generation:
-        num_choices = len(prompts) * (request.n or 1)
-        if num_choices > self._limits.max_choices:
-            param = "n" if len(prompts) == 1 else "prompt"
-            raise ApiError.invalid(
-                param, f"{num_choices} choices are asked for; at most {self._limits.max_choices} are served"
-            )
         predicted = () if prediction is None else tuple(self._encode_text("prediction.content", prediction.content))
         return Generation(
             id=request_id,
@@ -130,7 +201,7 @@ class Interpreter:
         messages: list[dict[str, Any]] = []
         for message in request.messages:
             role = "system" if message.role == "developer" else message.role
-            entry = {"role": role, "content": protect(_text_of(message.content))}
+            entry = {"role": role, "content": protect("".join(_texts_of(message.content)))}
             if message.name is not None:
                 entry["name"] = protect(message.name)
             messages.append(entry)
@@ -140,7 +211,9 @@ class Interpreter:
             text = self._model.template.render(messages, variables=variables)
         except ChatTemplateError as error:
             raise ApiError.invalid("messages", f"the model's chat template refuses the messages: {error}") from error
-        return self._model.tokenizer.encode_rendered(text)
+        self._check_text("messages", [text])
+        with self._counted("messages"):
+            return self._model.tokenizer.encode_rendered(text, most=self._model.context_length)
 
     def _prompts(self, request: CompletionRequest) -> tuple[Prompt, ...]:
         match request.prompt:
@@ -165,7 +238,24 @@ class Interpreter:
         raise ApiError.invalid(name, f"{name} must be a text or a list of at least one token id", code="invalid_type")
 
     def _text_prompt(self, text: str, request: CompletionRequest) -> Prompt:
-        return Prompt(self._model.tokenizer.encode(text, parse_special=bool(request.parse_special)), text)
+        with self._counted("prompt"):
+            token_ids = self._model.tokenizer.encode(
+                text, parse_special=bool(request.parse_special), most=self._model.context_length
+            )
+        return Prompt(token_ids, text)
+
+    @contextmanager
+    def _counted(self, field: str) -> Iterator[None]:
+        """Turns the tokenizer's refusal of a text that is too long into the error that names the field."""
+        try:
+            yield
+        except TooManyTokensError as error:
+            raise self._too_many_tokens(field, str(error)) from None
+
+    def _too_many_tokens(self, field: str, num_tokens: str) -> ApiError:
+        context = self._model.context_length
+        text = f"{field} has {num_tokens} tokens; the context is {context}, of which one must be left for the answer"
+        return ApiError.invalid(field, text, code="context_length_exceeded")
 
     def _token_ids(self, name: str, token_ids: Sequence[object]) -> list[int]:
         most = self._model.ready.vocab_size - 1
@@ -185,10 +275,7 @@ class Interpreter:
         if num_prompt == 0:
             raise ApiError.invalid(field, f"{field} has no tokens; at least one is needed")
         if num_prompt >= context:
-            text = (
-                f"{field} has {num_prompt} tokens; the context is {context}, of which one must be left for the answer"
-            )
-            raise ApiError.invalid(field, text, code="context_length_exceeded")
+            raise self._too_many_tokens(field, str(num_prompt))
         if max_tokens is not None and num_prompt + max_tokens > context:
             room = context - num_prompt
             text = f"{max_tokens_field} is {max_tokens}; behind {num_prompt} prompt tokens at most {room} fit"
@@ -253,16 +340,25 @@ class Interpreter:
         return wanted
 
     def _encode_text(self, name: str, content: str | list[TextPart]) -> list[int]:
-        token_ids = self._model.tokenizer.encode(_text_of(content), add_special=False)
-        if len(token_ids) > self._model.context_length:
-            raise ApiError.invalid(
-                name, f"{name} has {len(token_ids)} tokens; the context is {self._model.context_length}"
+        try:
+            return self._model.tokenizer.encode(
+                "".join(_texts_of(content)), add_special=False, most=self._model.context_length
             )
-        return token_ids
+        except TooManyTokensError as error:
+            raise ApiError.invalid(
+                name, f"{name} has {error} tokens; the context is {self._model.context_length}"
+            ) from None
 
 
-def _text_of(content: str | list[TextPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def _texts_of(content: str | list[TextPart]) -> list[str]:
+    return [content] if isinstance(content, str) else [part.text for part in content]
+
+
+def _num_prompts(request: CompletionRequest) -> int:
+    match request.prompt:
+        case [str() | list(), *_] as several:
+            return len(several)
+    return 1
 
 
 def _or(value: float | None, default: float) -> float:

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from service.answer import Closing
+from service.connections import ConnectionTable
 from speculation.messages import STEP_SECONDS_BOUNDS, Stats
 
 SHORT: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -47,6 +48,24 @@ class EngineCollector(Collector):
         steps = HistogramMetricFamily("forerun_step_seconds", "Duration of an engine step.")
         steps.add_metric([], buckets, stats.step_seconds_sum)
         yield steps
+
+
+class ConnectionCollector(Collector):
+    """Connections of clients."""
+
+    def __init__(self, table: ConnectionTable) -> None:
+        self._table = table
+
+    def collect(self) -> Iterator[Metric]:
+        table = self._table
+        yield GaugeMetricFamily("forerun_connections", "Open connections of clients.", value=table.num_open)
+        yield GaugeMetricFamily("forerun_connections_limit", "Most connections at a time.", value=table.max_open)
+        ended = CounterMetricFamily(
+            "forerun_connections_ended", "Connections that the service ended or refused, by reason.", labels=["reason"]
+        )
+        for reason, count in table.ended.items():
+            ended.add_metric([reason], count)
+        yield ended
 
 
 class ServiceMetrics:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from http import HTTPStatus
-from typing import Any
 
 import structlog
 from aiohttp import web
@@ -85,28 +83,6 @@ class RequestHandler(web.RequestHandler):
         """aiohttp's own report of a mistake, in a line of the service's log."""
         exc_info = kw.get("exc_info")
         _log.error("connection failed", reason=str(args[0]) if args else "", exc_info=exc_info)
-
-
-class Server(web.Server):
-    """Makes a `RequestHandler` for each connection."""
-
-    def __call__(self) -> RequestHandler:
-        # Requests are logged by the application; aiohttp's types know no absence of its own log.
-        options: dict[str, Any] = {"access_log": None}
-        return RequestHandler(self, loop=asyncio.get_running_loop(), **options)
-
-
-class Runner(web.AppRunner):
-    """Runs an application with `RequestHandler` for each connection."""
-
-    async def _make_server(self) -> Server:
-        made = await super()._make_server()
-        assert made.request_handler is not None
-        return Server(
-            made.request_handler,
-            request_factory=made.request_factory,
-            handler_cancellation=made.handler_cancellation,
-        )
 
 
 def error_response(error: ApiError) -> web.Response:

@@ -14,6 +14,12 @@ from speculation.messages import Ready
 
 EMBEDDED_NAME = "smollm2-135m-instruct"
 
+ASSUMED_TOKEN_BYTES = 64
+"""Bytes of text allowed for each token of the context where the tokenizer sets no bound."""
+BODY_ROOM_BYTES = 256 * 1024
+"""Room in a body for everything but the text: JSON's escapes, other fields, further prompts."""
+MAX_BODY_BYTES = 16 * 1024**2
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -40,6 +46,20 @@ class ServedModel:
     def context_length(self) -> int:
         """Most tokens of a sequence: the model's positions, or what the KV pool holds beside its null block."""
         return min(self.ready.max_model_len, (self.ready.num_blocks - 1) * self.ready.block_size)
+
+    @property
+    def max_text_bytes(self) -> int | None:
+        """Bytes of the longest text that can fit in the context; None where the tokenizer sets no bound."""
+        longest = self.tokenizer.bytes_per_token
+        return None if longest is None else self.context_length * longest
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Largest body of a request, where no setting says: a text as long as the context, written as JSON."""
+        text = self.max_text_bytes
+        if text is None:
+            text = self.context_length * ASSUMED_TOKEN_BYTES
+        return min(text + BODY_ROOM_BYTES, MAX_BODY_BYTES)
 
     def check_name(self, name: str | None) -> None:
         """Raises `ApiError` (404) for a model that is not served."""

@@ -12,12 +12,14 @@ import structlog
 from aiohttp import web
 
 from service.app import ENGINE_LIFE, ENGINES, create_app
+from service.connections import ClientSite, ConnectionTable, connection_limit, handle_loop_errors, raise_file_limit
 from service.context import FRONT
 from service.engine_client import EngineUnavailableError
 from service.front import Front
 from service.hosts import is_loopback
 from service.logs import configure_logs
-from service.request_handler import Runner
+from service.memory import keep_heap_small
+from service.metrics import ConnectionCollector
 from service.settings import Settings
 from service.supervisor import EngineStartError
 
@@ -34,6 +36,9 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> int:
     """
     configure_logs(settings.engine.log_level)
     try:
+        asyncio.get_running_loop().set_exception_handler(handle_loop_errors)
+        raise_file_limit()
+        keep_heap_small()
         app = create_app(settings)
         runner = create_runner(app)
         await runner.setup()
@@ -42,9 +47,8 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> int:
         return 1
     stop = asyncio.Event()
     try:
-        site = web.TCPSite(runner, settings.server.host, settings.server.port)
         try:
-            await site.start()
+            await listen(runner, settings.server.host, settings.server.port)
         except OSError as error:
             _log.error("cannot listen", host=settings.server.host, port=settings.server.port, reason=str(error))
             return 1
@@ -59,7 +63,18 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> int:
 
 def create_runner(app: web.Application) -> web.AppRunner:
     """What runs the application: a client that leaves cancels its handler, and logs are our own."""
-    return Runner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+
+
+async def listen(runner: web.AppRunner, host: str, port: int) -> ConnectionTable:
+    """Accept clients for a runner that was set up. Raises OSError if it cannot listen there."""
+    front = runner.app[FRONT]
+    server, pool = front.settings.server, front.settings.pool
+    most = connection_limit(server, pool.engines)
+    table = ConnectionTable(server, most, asyncio.get_running_loop())
+    front.metrics.registry.register(ConnectionCollector(table))
+    await ClientSite(runner, host, port, table).start()
+    return table
 
 
 async def _until_stopped(app: web.Application, url: str, stop: asyncio.Event, announce: Callable[[str], None]) -> int:

@@ -56,8 +56,28 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Seconds, Meta(description="how long running requests may go on after SIGTERM before they are ended")
     ] = 30.0
     stall_seconds: Annotated[
-        Seconds, Meta(description="a client that takes nothing of what it is sent for so long is dropped")
+        Seconds,
+        Meta(
+            description="a client that takes nothing of what it is sent, or sends nothing of a body, for so long is "
+            "dropped"
+        ),
     ] = 60.0
+    header_seconds: Annotated[
+        Seconds,
+        Meta(description="how long the first line and headers of a request may take, from a connection's start"),
+    ] = 10.0
+    body_seconds: Annotated[Seconds, Meta(description="how long the body of a request may take")] = 120.0
+    idle_seconds: Annotated[
+        Seconds,
+        Meta(description="a connection on which no request follows for so long is closed; longer than a proxy's own"),
+    ] = 75.0
+    max_connections: Annotated[
+        PositiveInt | None,
+        Meta(
+            description="most connections of clients; without it what the limit of open files leaves, at most 10000. "
+            "Silent ones are closed for new ones; when all are busy, new ones get 503"
+        ),
+    ] = None
     load_seconds: Annotated[Seconds, Meta(description="how long an engine may take to load its model")] = 900.0
     restart_seconds: Annotated[
         Seconds, Meta(description="longest pause before a dead engine is started again; the first is a tenth second")
@@ -67,7 +87,16 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class LimitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The most a single request may ask for."""
 
-    max_body_bytes: Annotated[PositiveInt, Meta(description="largest request body or WebSocket message")] = 4 * 1024**2
+    max_body_bytes: Annotated[
+        PositiveInt | None,
+        Meta(
+            description="largest request body or WebSocket message; without it what a context of the model's longest "
+            "tokens takes, and 256 KiB, at most 16 MiB"
+        ),
+    ] = None
+    max_pending_bytes: Annotated[
+        PositiveInt, Meta(description="most bytes of large bodies that are read, or wait to be tokenized, at a time")
+    ] = 64 * 1024**2
     max_choices: Annotated[PositiveInt, Meta(description="most choices of a request: prompts times n")] = 32
     max_stop_strings: Annotated[PositiveInt, Meta(description="most stop strings, and most stop token ids")] = 16
     max_stop_length: Annotated[PositiveInt, Meta(description="most characters of a stop string")] = 256

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import tokenizers
 
+from service.text_bound import bytes_per_token
 from service.token_bytes import TokenDecoder
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+"""Read by the library at each call. Several texts at once are the front's business, and threads of its own are in the
+way of the engine's."""
+
+PIECE_CHARACTERS = 16 * 1024
+"""Characters that are worked on before other threads may have the interpreter, and before the tokens are counted."""
+USUAL_TOKEN_BYTES = 8
+"""A text with more characters than so many for each token that it may have is counted in pieces first."""
+
+
+class TooManyTokensError(ValueError):
+    """A text has more tokens than it may; the message says how many."""
 
 
 class Tokenizer:
@@ -42,6 +57,11 @@ class Tokenizer:
         self._tokenizer = self._respelled(tree)
         self._bytes: dict[int, bytes] = {}
         self.vocab_size = self._tokenizer.get_vocab_size()
+        ordinary = (token_id for token_id in range(self.vocab_size) if token_id not in self._specials)
+        longest = max((len(self._decode(token_id)) for token_id in ordinary), default=1)
+        longest = max(longest, *(len(word.encode()) for word in ("", *self._specials.values())))
+        self.bytes_per_token = bytes_per_token(tree, longest)
+        """Most bytes of a client's text that become one token; None where the tokenizer sets no bound."""
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -61,31 +81,36 @@ class Tokenizer:
 
     def protect(self, text: str) -> str:
         """A client's text, so written that `encode_rendered` takes the control tokens in it for text."""
-        return self._pattern.sub(lambda found: f"{self._secret}{self._ids[found[0]]};", text)
+        return self._replace(self._pattern, lambda found: f"{self._secret}{self._ids[found[0]]};", text)
 
-    def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of a rendered template whose client texts were protected; adds nothing at its ends."""
+    def encode_rendered(self, text: str, *, most: int | None = None) -> list[int]:
+        """Token ids of a rendered template whose client texts were protected; adds nothing at its ends.
+
+        Raises `TooManyTokensError` if there are more than `most`.
+        """
 
         def respell(found: re.Match[str]) -> str:
             return self._respell(found[0]) if found[1] is None else self._specials[int(found[1])]
 
-        return list(self._tokenizer.encode(self._in_template.sub(respell, text), add_special_tokens=False).ids)
+        return self._encode(self._replace(self._in_template, respell, text), add_special=False, most=most)
 
-    def encode(self, text: str, *, parse_special: bool = False, add_special: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, parse_special: bool = False, add_special: bool = True, most: int | None = None
+    ) -> list[int]:
         """Token ids of a client's text, behind whatever the model wants at the start of a text (`add_special`).
 
-        Control tokens in it are text, unless `parse_special`.
+        Control tokens in it are text, unless `parse_special`. Raises `TooManyTokensError` if there are more tokens
+        than `most`.
         """
         if parse_special:
-            text = self._pattern.sub(lambda found: self._respell(found[0]), text)
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
+            text = self._replace(self._pattern, lambda found: self._respell(found[0]), text)
+        return self._encode(text, add_special=add_special, most=most)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of text a token contributes; none for a control token or an id without a token."""
         found = self._bytes.get(token_id)
         if found is None:
-            token = None if token_id in self._specials else self._tokenizer.id_to_token(token_id)
-            found = self._bytes[token_id] = b"" if token is None else self._decode_token(token)
+            found = self._bytes[token_id] = b"" if token_id in self._specials else self._decode(token_id)
         return found
 
     def spelling(self, token_id: int) -> bytes:
@@ -97,6 +122,40 @@ class Tokenizer:
         """The whole text of a sequence of its own, without control tokens."""
         text = b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.strips_leading_space else text
+
+    def _decode(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        return b"" if token is None else self._decode_token(token)
+
+    def _encode(self, text: str, *, add_special: bool, most: int | None) -> list[int]:
+        """Token ids. The library lets other threads run while it encodes a batch, and not while it encodes a text."""
+        encode = self._tokenizer.encode_batch_fast
+        if most is not None and len(text) > max(most * USUAL_TOKEN_BYTES, PIECE_CHARACTERS):
+            # A text cut into pieces has nearly as many tokens as the whole: twice the limit is certainly too many.
+            num_tokens = 0
+            for start in range(0, len(text), PIECE_CHARACTERS):
+                num_tokens += len(encode([text[start : start + PIECE_CHARACTERS]], add_special_tokens=False)[0])
+                if num_tokens > 2 * most + PIECE_CHARACTERS // USUAL_TOKEN_BYTES:
+                    raise TooManyTokensError(f"more than {2 * most}")
+        encoded = encode([text], add_special_tokens=add_special)[0]
+        if most is not None and len(encoded) > most:
+            raise TooManyTokensError(str(len(encoded)))
+        return list(encoded.ids)
+
+    def _replace(self, pattern: re.Pattern[str], replace: Callable[[re.Match[str]], str], text: str) -> str:
+        """As `pattern.sub`, in pieces: a search keeps the interpreter from all other threads until it has ended."""
+        if len(text) <= PIECE_CHARACTERS:
+            return pattern.sub(replace, text)
+        overlap = 2 * len(self._secret) + max(map(len, self._ids), default=0)
+        parts: list[str] = []
+        done = 0
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            end = start + PIECE_CHARACTERS
+            at = max(start, done)
+            while at < end and (found := pattern.search(text, at, end + overlap)) is not None and found.start() < end:
+                parts += (text[done : found.start()], replace(found))
+                done = at = found.end()
+        return "".join((*parts, text[done:]))
 
     def _respell(self, special: str) -> str:
         return self._secret + special

@@ -14,6 +14,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from service.answer import Answer, Closing
 from service.choice import ChoiceDelta
+from service.connections import connection_of
 from service.context import FRONT, check_origin
 from service.errors import ApiError, ErrorBody, shorten
 from service.event_stream import drop, limit_writes
@@ -117,7 +118,7 @@ async def stream(request: web.Request) -> web.WebSocketResponse:
     check_origin(request)
     socket = web.WebSocketResponse(
         heartbeat=PING_SECONDS,
-        max_msg_size=front.settings.limits.max_body_bytes,
+        max_msg_size=front.max_body_bytes,
         compress=False,
         protocols=(PROTOCOL,),
     )
@@ -149,10 +150,12 @@ class Conversation:
         self._socket = socket
         self._front = front
         self._running: dict[str, Running] = {}
+        self._connection = connection_of(request)
         self._encode = msgspec.json.Encoder().encode
 
     async def run(self) -> None:
         """Read messages until the client is gone."""
+        self._note_state()
         async with asyncio.TaskGroup() as tasks:
             try:
                 async for message in self._socket:
@@ -162,6 +165,15 @@ class Conversation:
             finally:
                 for running in self._running.values():
                     running.task.cancel()
+
+    def _note_state(self) -> None:
+        """Say whether the connection could be closed to make room for another."""
+        if self._connection is None:
+            return
+        if self._running:
+            self._connection.set_busy()
+        else:
+            self._connection.set_quiet()
 
     async def _handle(self, data: bytes, tasks: asyncio.TaskGroup) -> None:
         message_id: str | None = None
@@ -190,6 +202,7 @@ class Conversation:
             raise ApiError.overloaded(f"{most} generations run on this socket; wait for one to end, or cancel it")
         body = read_body(message.request)
         self._running[message.id] = Running(tasks.create_task(self._serve(message.id, body)))
+        self._note_state()
 
     async def _serve(self, message_id: str, body: GenerationBody) -> None:
         """One generation, from `started` to `finished` or `error`."""
@@ -206,6 +219,7 @@ class Conversation:
             await self._send(Failed(id=message_id, error=ApiError.internal().body))
         finally:
             del self._running[message_id]
+            self._note_state()
 
     async def _answer(self, message_id: str, answer: Answer) -> None:
         generation, assignment = answer.generation, answer.assignment

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from service.bodies import read_body
 from service.errors import ApiError
 from service.experiments.manager import Experiments
 from service.experiments.model import Experiment, Profile
@@ -100,7 +101,7 @@ async def get_profile(request: web.Request) -> web.Response:
 
 async def put_profile(request: web.Request) -> web.Response:
     experiments = request.app[EXPERIMENTS]
-    body = parse_body(await request.read(), ProfileBody)
+    body = parse_body(await read_body(request), ProfileBody)
     profile = await experiments.put_profile(request.match_info["name"], body.speculation, make_default=body.default)
     return json_response(_profile_view(profile, experiments.book.default))
 
@@ -118,14 +119,14 @@ async def list_experiments(request: web.Request) -> web.Response:
 
 
 async def create_experiment(request: web.Request) -> web.Response:
-    definition = parse_definition(await request.read())
+    definition = parse_definition(await read_body(request))
     experiment = await request.app[EXPERIMENTS].create(definition, is_draft=_flag(request, "draft"))
     return json_response(experiment_view(experiment), status=201)
 
 
 async def change_experiment(request: web.Request) -> web.Response:
     """A draft can be replaced; anything else has been seen by somebody already."""
-    definition = parse_definition(await request.read())
+    definition = parse_definition(await read_body(request))
     if definition.name != request.match_info["name"]:
         raise ApiError.invalid("name", f"name is {definition.name!r}; it must be the one in the address")
     return json_response(experiment_view(await request.app[EXPERIMENTS].replace(definition)))
@@ -156,7 +157,7 @@ async def stop_experiment(request: web.Request) -> web.Response:
 
 
 async def promote_experiment(request: web.Request) -> web.Response:
-    data = await request.read()
+    data = await read_body(request)
     body = parse_body(data, PromoteBody) if data else PromoteBody()
     arm = None if body.arm is None else check_name(body.arm, "arm")
     return json_response(experiment_view(await request.app[EXPERIMENTS].promote(request.match_info["name"], arm)))

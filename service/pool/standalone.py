@@ -13,6 +13,7 @@ from contextlib import suppress
 import msgspec
 import structlog
 
+from service.connections import handle_loop_errors
 from service.engine_link import READ_BYTES
 from service.logs import configure_logs
 from service.pool.address import Address, advertised
@@ -36,6 +37,7 @@ async def run_engine(
 ) -> int:
     """`serve_engine` as a command: until SIGTERM or SIGINT; a second signal ends it at once."""
     configure_logs(settings.engine.log_level)
+    asyncio.get_running_loop().set_exception_handler(handle_loop_errors)
     stop = asyncio.Event()
     _handle_signals(stop)
     return await serve_engine(settings, announce, stop, engine_command)

@@ -6,11 +6,9 @@ import asyncio
 import os
 import sys
 
-from aiohttp import web
-
 from service.app import create_app
 from service.context import FRONT
-from service.server import create_runner, greeting, url_of
+from service.server import create_runner, greeting, listen, url_of
 from service.settings import load_settings
 from tests.service.conftest import scripted_command
 
@@ -20,7 +18,7 @@ async def main() -> None:
     app = create_app(settings, scripted_command(settings))
     runner = create_runner(app)
     await runner.setup()
-    await web.TCPSite(runner, settings.server.host, settings.server.port).start()
+    await listen(runner, settings.server.host, settings.server.port)
     await app[FRONT].became_ready.wait()
     print(greeting(app[FRONT], url_of(runner)), flush=True)  # noqa: T201 - what who started it waits for
     await asyncio.Event().wait()

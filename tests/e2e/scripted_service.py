@@ -10,13 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from aiohttp import web
-
 from service.app import create_app
 from service.context import FRONT
 from service.front import Front
 from service.pool.settings import TenantSettings
-from service.server import create_runner, url_of
+from service.server import create_runner, listen, url_of
 from service.settings import ServerSettings, Settings
 from speculation.messages import NgramConfig
 from speculation.settings import EngineSettings
@@ -73,5 +71,5 @@ class ScriptedService:
 
     async def _start(self) -> None:
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        await listen(self._runner, "127.0.0.1", 0)
         await self.front.became_ready.wait()

@@ -21,7 +21,7 @@ from service.context import FRONT
 from service.front import Front
 from service.pool.settings import PoolSettings, TenantSettings
 from service.request_log import RecordingSettings
-from service.server import create_runner, url_of
+from service.server import create_runner, listen, url_of
 from service.settings import AuditSettings, LimitSettings, ServerSettings, Settings
 from service.supervisor import Supervisor
 from speculation.messages import NgramConfig
@@ -214,7 +214,7 @@ async def start_service(model_folder: Path) -> AsyncIterator[StartService]:
             app = create_app(settings, command or scripted_command(settings))
             runners.append(create_runner(app))
             await runners[-1].setup()
-            await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
+            await listen(runners[-1], "127.0.0.1", 0)
             service = Service(url_of(runners[-1]), app, client)
             if wait:
                 await service.until(lambda: service.front.is_ready)

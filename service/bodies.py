@@ -1,0 +1,118 @@
+"""Request bodies: read within a deadline, up to a size, and so that all of them together stay within a budget."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from aiohttp import web
+
+from service.body_budget import Hold
+from service.connections import connection_of
+from service.context import FRONT
+from service.errors import ApiError
+
+SMALL_BODY_BYTES = 64 * 1024
+"""A body that announces at most so much never waits: the limit of connections bounds what all of them hold."""
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The whole body of a request. Raises `ApiError`: 413, 408, 503, and 400 for one that does not decompress."""
+    async with received_body(request) as body:
+        return body
+
+
+@asynccontextmanager
+async def received_body(request: web.Request) -> AsyncIterator[bytes]:
+    """The whole body of a request, with its room in the budget. Raises as `read_body` does."""
+    front = request.app[FRONT]
+    most = front.max_body_bytes
+    announced = request.content_length
+    if announced is not None and announced > most:
+        raise too_large(most)
+    if request.content.is_eof():
+        yield _checked(_buffered(request), most)
+        return
+    is_plain = announced is not None and "Content-Encoding" not in request.headers
+    num_bytes = announced if announced is not None and is_plain else most
+    server = front.settings.server
+    if num_bytes <= SMALL_BODY_BYTES:
+        yield await _read(request, most, Hold(0, 0.0), server.body_seconds, server.stall_seconds)
+        return
+    async with AsyncExitStack() as stack:
+        try:
+            async with asyncio.timeout(server.body_seconds):
+                hold = await stack.enter_async_context(front.bodies.hold(num_bytes))
+        except TimeoutError:
+            message = f"{front.bodies.held} bytes of other bodies are being read, of at most {front.bodies.max_bytes}"
+            raise ApiError.unavailable(f"{message}; try again shortly", "too_many_bodies") from None
+        yield await _read(request, most, hold, server.body_seconds, server.stall_seconds)
+
+
+def too_large(max_bytes: int) -> ApiError:
+    """The error of a body over the limit."""
+    return ApiError(413, f"the body is over the limit of {max_bytes} bytes", code="request_too_large")
+
+
+async def _read(request: web.Request, most: int, hold: Hold, body_seconds: float, stall_seconds: float) -> bytes:
+    connection, content = connection_of(request), request.content
+    loop = asyncio.get_running_loop()
+    ends_at = loop.time() + body_seconds
+    body = bytearray()
+    if connection is not None:
+        connection.set_receiving()
+    try:
+        async with asyncio.timeout_at(min(ends_at, loop.time() + stall_seconds)) as hold.deadline:
+            while piece := await content.readany():
+                body += piece
+                if len(body) > most:
+                    raise too_large(most)
+                if not hold.is_given_up:
+                    hold.deadline.reschedule(min(ends_at, loop.time() + stall_seconds))
+    except TimeoutError:
+        if connection is not None:
+            connection.close()
+        raise _too_slow(hold, len(body), body_seconds, stall_seconds) from None
+    except web.RequestPayloadError as error:
+        raise _malformed(error) from error
+    finally:
+        hold.deadline = None
+        if connection is not None:
+            connection.set_busy()
+    return bytes(body)
+
+
+def _too_slow(hold: Hold, num_bytes: int, body_seconds: float, stall_seconds: float) -> ApiError:
+    headers = {"Connection": "close"}
+    if hold.is_given_up:
+        error = ApiError.unavailable(
+            f"the body was arriving too slowly ({num_bytes} bytes so far) while others waited; try again",
+            "too_many_bodies",
+        )
+        error.headers |= headers
+        return error
+    message = (
+        f"{num_bytes} bytes of the body arrived and then no more; it must arrive within {body_seconds:g} s, "
+        f"without a pause of {stall_seconds:g} s"
+    )
+    return ApiError(408, message, code="request_timeout", headers=headers)
+
+
+def _buffered(request: web.Request) -> bytes:
+    """A body that has arrived whole."""
+    try:
+        return request.content.read_nowait(-1)
+    except web.RequestPayloadError as error:
+        raise _malformed(error) from error
+
+
+def _checked(body: bytes, most: int) -> bytes:
+    if len(body) > most:
+        raise too_large(most)
+    return body
+
+
+def _malformed(error: Exception) -> ApiError:
+    reason = str(error.__cause__ or error) or "it breaks off"
+    return ApiError.invalid(None, f"the body cannot be read as its headers say: {reason[:200]}", code="invalid_body")

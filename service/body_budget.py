@@ -1,0 +1,71 @@
+"""Room for the bodies of requests, over all connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+GRACE_SECONDS = 5.0
+"""A body that has been arriving for longer is given up when another one waits for its room."""
+RETRY_SECONDS = 0.5
+
+
+class Hold:
+    """The room that one body takes of the budget."""
+
+    def __init__(self, num_bytes: int, began_at: float) -> None:
+        self.num_bytes = num_bytes
+        self.began_at = began_at
+        self.is_given_up = False
+        self.deadline: asyncio.Timeout | None = None
+        """The deadline of reading, while the body is being read."""
+
+
+class BodyBudget:
+    """Bytes of large bodies that may be held at a time. First come, first served."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.held = 0
+        self._holds: OrderedDict[Hold, None] = OrderedDict()
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @asynccontextmanager
+    async def hold(self, num_bytes: int) -> AsyncIterator[Hold]:
+        """Room for a body, as soon as there is some. One body alone always gets it."""
+        loop = asyncio.get_running_loop()
+        while (self._waiting and self._waiting[0].done()) or not self._has_room(num_bytes):
+            turn: asyncio.Future[None] = loop.create_future()
+            self._waiting.append(turn)
+            try:
+                await asyncio.wait([turn], timeout=RETRY_SECONDS)
+            finally:
+                self._waiting.remove(turn)
+            self._give_up_oldest(loop.time())
+        hold = Hold(num_bytes, loop.time())
+        self._holds[hold] = None
+        self.held += num_bytes
+        try:
+            yield hold
+        finally:
+            del self._holds[hold]
+            self.held -= num_bytes
+            for turn in self._waiting:
+                if not turn.done():
+                    turn.set_result(None)
+                    break
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return not self._holds or self.held + num_bytes <= self.max_bytes
+
+    def _give_up_oldest(self, now: float) -> None:
+        """End the body that has been arriving for longest, if that is too long while others wait."""
+        for hold in self._holds:
+            if now - hold.began_at < GRACE_SECONDS:
+                return
+            if hold.deadline is not None and not hold.is_given_up:
+                hold.is_given_up = True
+                hold.deadline.reschedule(now)
+                return
