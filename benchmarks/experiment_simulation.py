@@ -1,9 +1,10 @@
 """How often experiments cry wolf, and how soon they see one: simulated traffic through the service's own statistics.
 
-    python -m benchmarks.experiment_simulation [--runs 1000] [--samples 2000] [--seed 0] [--json OUT]
+    python -m benchmarks.experiment_simulation [--runs 2000] [--samples 2000] [--every 10] [--seed 0] [--json OUT]
 
 Prints the tables of docs/experiments.md. In an A/A run arms are the same and every finding is false; there is a look
-after each sample. Times are log-normal around what a token costs at the load a request meets; lengths are log-normal.
+after every `--every` samples. Times are log-normal around what a token costs at the load a request meets; lengths are
+log-normal. Scenarios add what goes wrong in practice: unequal splits, heavy tails, an outage, a drift.
 """
 
 from __future__ import annotations
@@ -54,11 +55,16 @@ class Finding(NamedTuple):
     """What a t-test at every look from `FIRST_PEEK` on would have found."""
 
 
+Times = Callable[[np.random.Generator, int], Floats]
+"""Factors of the times of that many requests, in order, whatever their arm."""
+Draw = Callable[[np.random.Generator, int, float], Traffic]
+
+
 class Scenario(NamedTuple):
     """A kind of traffic."""
 
     name: str
-    draw: Callable[[np.random.Generator, int, float], Traffic]
+    draw: Draw
     is_switchback: bool = False
 
 
@@ -71,23 +77,56 @@ def requests(rng: np.random.Generator, num: int, noise: float) -> Floats:
     return np.stack([np.ones(num), seconds, output, prompt, output, load, load * output], axis=1)
 
 
-def by_request(num_arms: int, noise: float) -> Callable[[np.random.Generator, int, float], Traffic]:
+def steady(rng: np.random.Generator, num: int) -> Floats:
+    """Nothing but the noise that every request has."""
+    return np.ones(num)
+
+
+def pareto(index: float) -> Times:
+    """Factors with mean 1 and a tail that falls with the power `index`: below 2 their variance is infinite."""
+
+    def factors(rng: np.random.Generator, num: int) -> Floats:
+        return np.asarray((1.0 + rng.pareto(index, num)) * (index - 1.0) / index)
+
+    return factors
+
+
+def outage(rng: np.random.Generator, num: int) -> Floats:
+    """An outage at a random time, in which 50 requests in a row take ten times as long."""
+    factors = np.ones(num)
+    begin = rng.integers(0, max(num - 50, 1))
+    factors[begin : begin + 50] = 10.0
+    return factors
+
+
+def drift(rng: np.random.Generator, num: int) -> Floats:
+    """A service that becomes slower all the time, to a fifth of its speed at the end."""
+    return np.exp(np.linspace(0.0, math.log(5.0), num))
+
+
+def by_request(shares: tuple[float, ...], noise: float = 0.3, times: Times = steady) -> Draw:
+    """Requests that fall to arms by these shares of the traffic."""
+
     def draw(rng: np.random.Generator, num: int, effect: float) -> Traffic:
-        fields, arm = requests(rng, num, noise), rng.integers(0, num_arms, num)
-        fields[arm == 1, ratio.TIME] *= math.exp(effect)
-        return Traffic(fields, arm, None, num_arms)
+        fields, arm = requests(rng, num, noise), rng.choice(len(shares), num, p=shares)
+        fields[:, ratio.TIME] *= times(rng, num) * np.where(arm == 1, math.exp(effect), 1.0)
+        return Traffic(fields, arm, None, len(shares))
 
     return draw
 
 
-def by_user(rng: np.random.Generator, num: int, effect: float) -> Traffic:
+def by_user(shares: tuple[float, float]) -> Draw:
     """300 users, each with a speed of their own; some are a hundred times as busy as others."""
-    activity = rng.pareto(1.5, 300) + 0.1
-    user = rng.choice(300, num, p=activity / activity.sum())
-    arms, speed = rng.integers(0, 2, 300), rng.lognormal(0.0, 0.3, 300)
-    fields, arm = requests(rng, num, 0.3), arms[user]
-    fields[:, ratio.TIME] *= speed[user] * np.where(arm == 1, math.exp(effect), 1.0)
-    return Traffic(fields, arm, user)
+
+    def draw(rng: np.random.Generator, num: int, effect: float) -> Traffic:
+        activity = rng.pareto(1.5, 300) + 0.1
+        user = rng.choice(300, num, p=activity / activity.sum())
+        arms, speed = rng.choice(2, 300, p=shares), rng.lognormal(0.0, 0.3, 300)
+        fields, arm = requests(rng, num, 0.3), arms[user]
+        fields[:, ratio.TIME] *= speed[user] * np.where(arm == 1, math.exp(effect), 1.0)
+        return Traffic(fields, arm, user)
+
+    return draw
 
 
 def by_slot(rng: np.random.Generator, num: int, effect: float) -> Traffic:
@@ -124,32 +163,51 @@ def adaptive(rng: np.random.Generator, num: int, effect: float) -> Traffic:
     return Traffic(fields, arm, None)
 
 
+EVEN, TENTH, TWENTIETH = (0.5, 0.5), (0.9, 0.1), (0.95, 0.05)
+SPLITS = (("", EVEN), (", 10/90", TENTH), (", 5/95", TWENTIETH))
+TROUBLES: tuple[tuple[str, Times], ...] = (
+    ("Pareto tail 2.5", pareto(2.5)),
+    ("Pareto tail 1.8", pareto(1.8)),
+    ("outage of 50 requests", outage),
+    ("drift to 5 times", drift),
+)
 SCENARIOS = (
-    Scenario("requests, 30 % noise", by_request(2, 0.3)),
-    Scenario("requests, 2 % noise", by_request(2, 0.02)),
-    Scenario("requests, 100 % noise", by_request(2, 1.0)),
-    Scenario("three arms, all pairs", by_request(3, 0.3)),
-    Scenario("300 users, unequal", by_user),
+    Scenario("requests, 30 % noise", by_request(EVEN)),
+    Scenario("requests, 2 % noise", by_request(EVEN, 0.02)),
+    Scenario("requests, 100 % noise", by_request(EVEN, 1.0)),
+    Scenario("three arms, all pairs", by_request((1 / 3, 1 / 3, 1 / 3))),
+    Scenario("300 users, unequal", by_user(EVEN)),
     Scenario("switchback slots", by_slot, is_switchback=True),
     Scenario("adaptive weights", adaptive),
+    Scenario("requests, 10/90", by_request(TENTH)),
+    Scenario("requests, 5/95", by_request(TWENTIETH)),
+    Scenario("requests, 2 % noise, 5/95", by_request(TWENTIETH, 0.02)),
+    Scenario("three arms, 5/5/90", by_request((0.9, 0.05, 0.05))),
+    Scenario("300 users, 10/90", by_user(TENTH)),
+    *(
+        Scenario(f"{name}{split}", by_request(shares, times=times))
+        for name, times in TROUBLES
+        for split, shares in SPLITS
+    ),
 )
+POWER = tuple(SCENARIOS[number] for number in (0, 5, 6, 8))
+"""What is shown of how soon a difference is found."""
 
 
-def looks(traffic: Traffic) -> ratio.Moments:
-    """Moments after each request: (requests, arms, …)."""
-    num = len(traffic.arm)
-    vectors = np.eye(traffic.num_arms)[traffic.arm][:, :, None] * traffic.fields[:, None, :]
-    flat = vectors.reshape(num, -1)
-    added = _outer(flat)
+def looks(traffic: Traffic, every: int = 1) -> ratio.Moments:
+    """Moments after every `every` requests: (looks, arms, …)."""
+    num_looks = len(traffic.arm) // every
+    num = num_looks * every
+    vectors = np.eye(traffic.num_arms)[traffic.arm[:num]][:, :, None] * traffic.fields[:num, None, :]
+    flat = vectors.reshape(num_looks, every, -1)
+    added = np.swapaxes(flat, 1, 2) @ flat
     if traffic.cluster is not None:
-        before = _earlier_in_cluster(flat, traffic.cluster)
-        added = _outer(before + flat) - _outer(before)
-    shape = (num, traffic.num_arms, NUM_FIELDS, traffic.num_arms, NUM_FIELDS)
-    return ratio.Moments(vectors.cumsum(0), added.cumsum(0).reshape(shape))
-
-
-def _outer(flat: Floats) -> Floats:
-    return flat[:, :, None] * flat[:, None, :]
+        before = _earlier_in_cluster(flat.reshape(num, -1), traffic.cluster[:num]).reshape(flat.shape)
+        crossed = np.swapaxes(flat, 1, 2) @ before
+        added += crossed + np.swapaxes(crossed, 1, 2)
+    shape = (num_looks, traffic.num_arms, NUM_FIELDS)
+    sums = flat.sum(1).cumsum(0).reshape(shape)
+    return ratio.Moments(sums, added.cumsum(0).reshape(*shape, traffic.num_arms, NUM_FIELDS))
 
 
 def _earlier_in_cluster(flat: Floats, cluster: Ints) -> Floats:
@@ -164,16 +222,18 @@ def _earlier_in_cluster(flat: Floats, cluster: Ints) -> Floats:
     return before
 
 
-def first_findings(traffic: Traffic, *, is_switchback: bool) -> Finding:
-    """Look after each request from the second of every arm on."""
-    moments = looks(traffic)
-    begin = int(np.argmax((moments.sums[..., ratio.COUNT] > 0.0).all(1))) + 1
+def first_findings(traffic: Traffic, *, is_switchback: bool, every: int) -> Finding:
+    """Look after every `every` requests, once each arm has had one before."""
+    moments = looks(traffic, every)
+    has_all = (moments.sums[..., ratio.COUNT] > 0.0).all(1)
+    begin = int(np.argmax(has_all)) + 1 if has_all.any() else len(has_all)
     moments = ratio.Moments(moments.sums[begin:], moments.second[begin:])
+    numbers = every * np.arange(begin + 1, len(has_all) + 1)
     covariates = ratio.LENGTHS if is_switchback else ratio.COVARIATES
     with np.errstate(all="ignore"):
         plain = ratio.unadjusted(moments)
         fitted = ratio.adjusted(moments, covariates, is_paired=is_switchback)
-        return Finding(_first(plain, always, begin), _first(fitted, always, begin), _first(plain, once, begin))
+        return Finding(_first(plain, always, numbers), _first(fitted, always, numbers), _first(plain, once, numbers))
 
 
 def always(error: Floats, freedom: Floats, alpha: float) -> Floats:
@@ -186,8 +246,11 @@ def once(error: Floats, freedom: Floats, alpha: float) -> Floats:
     return np.asarray(error * -special.stdtrit(np.maximum(freedom, 1.0), alpha / 2.0))
 
 
-def _first(levels: ratio.Levels, width: Callable[[Floats, Floats, float], Floats], begin: int) -> int | None:
-    """The number of requests at which some pair's interval first excluded 0. T-tests begin at FIRST_PEEK."""
+def _first(levels: ratio.Levels, width: Callable[[Floats, Floats, float], Floats], numbers: Ints) -> int | None:
+    """The number of requests at which some pair's interval first excluded 0. T-tests begin at FIRST_PEEK.
+
+    numbers: (looks,), requests seen at each look.
+    """
     num_arms = levels.log_ratio.shape[-1]
     pairs = [(arm, against) for against in range(num_arms) for arm in range(against + 1, num_arms)]
     is_found = np.zeros(len(levels.log_ratio), dtype=bool)
@@ -195,15 +258,16 @@ def _first(levels: ratio.Levels, width: Callable[[Floats, Floats, float], Floats
         estimate, error, freedom = ratio.difference(levels, *pair)
         is_found |= np.abs(estimate) > width(error, freedom, ALPHA / len(pairs))
     if width is once:
-        is_found[: max(FIRST_PEEK - begin, 0)] = False
-    return int(np.argmax(is_found)) + begin + 1 if is_found.any() else None
+        is_found &= numbers > FIRST_PEEK
+    return int(numbers[np.argmax(is_found)]) if is_found.any() else None
 
 
-def run(scenario: Scenario, *, runs: int, samples: int, effect: float, seed: int) -> list[Finding]:
+def run(scenario: Scenario, *, runs: int, samples: int, effect: float, seed: int, every: int = 1) -> list[Finding]:
     """Independent runs of one scenario."""
     generators = np.random.default_rng(seed).spawn(runs)
     return [
-        first_findings(scenario.draw(rng, samples, effect), is_switchback=scenario.is_switchback) for rng in generators
+        first_findings(scenario.draw(rng, samples, effect), is_switchback=scenario.is_switchback, every=every)
+        for rng in generators
     ]
 
 
@@ -232,9 +296,9 @@ def median(found: list[int | None], most: int) -> float:
     return float(np.median([most if one is None else one for one in found]))
 
 
-def false_alarms(runs: int, samples: int, seed: int) -> Iterator[dict[str, object]]:
+def false_alarms(runs: int, samples: int, every: int, seed: int) -> Iterator[dict[str, object]]:
     for scenario in SCENARIOS:
-        found = run(scenario, runs=runs, samples=samples, effect=0.0, seed=seed)
+        found = run(scenario, runs=runs, samples=samples, effect=0.0, seed=seed, every=every)
         yield {
             "A/A": scenario.name,
             "interval": share([one.unadjusted for one in found]),
@@ -243,11 +307,11 @@ def false_alarms(runs: int, samples: int, seed: int) -> Iterator[dict[str, objec
         }
 
 
-def power(runs: int, samples: int, seed: int) -> Iterator[dict[str, object]]:
+def power(runs: int, samples: int, every: int, seed: int) -> Iterator[dict[str, object]]:
     for percent in (5.0, 10.0, 20.0):
-        for scenario in (SCENARIOS[0], *SCENARIOS[5:]):
+        for scenario in POWER:
             effect = -math.log1p(percent / 100.0)
-            found = run(scenario, runs=runs, samples=samples, effect=effect, seed=seed)
+            found = run(scenario, runs=runs, samples=samples, effect=effect, seed=seed, every=every)
             plain = median([one.unadjusted for one in found], samples)
             fitted = median([one.adjusted for one in found], samples)
             yield {
@@ -276,13 +340,17 @@ def _cell(value: object) -> str:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.experiment_simulation", description=__doc__)
-    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--runs", type=int, default=2000)
     parser.add_argument("--samples", type=int, default=2000)
+    parser.add_argument("--every", type=int, default=10, help="samples from one look to the next")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args(arguments)
-    print(f"{chosen.runs:,} runs of {chosen.samples:,} samples, a look after each, level {ALPHA}, seed {chosen.seed}\n")
-    alarms = list(false_alarms(chosen.runs, chosen.samples, chosen.seed))
+    print(
+        f"{chosen.runs:,} runs of {chosen.samples:,} samples, a look after every {chosen.every}, level {ALPHA}, "
+        f"seed {chosen.seed}\n"
+    )
+    alarms = list(false_alarms(chosen.runs, chosen.samples, chosen.every, chosen.seed))
     missed = quantile_misses(runs=chosen.runs, samples=chosen.samples, seed=chosen.seed)
     alarms.append(
         {
@@ -293,7 +361,7 @@ def main(arguments: list[str]) -> int:
         }
     )
     show(alarms)
-    gains = list(power(max(chosen.runs // 10, 1), 4 * chosen.samples, chosen.seed))
+    gains = list(power(max(chosen.runs // 10, 1), 4 * chosen.samples, chosen.every, chosen.seed))
     show(gains)
     if chosen.json:
         chosen.json.write_text(json.dumps({"false_alarms": alarms, "power": gains}, indent=2) + "\n")

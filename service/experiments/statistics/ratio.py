@@ -52,6 +52,16 @@ class Levels(NamedTuple):
     freedom: Floats
 
 
+class _Fit(NamedTuple):
+    """What was fitted in each arm. residual_variance, leverage: (..., arms)."""
+
+    residual_variance: Floats
+    """Of the mean of residuals, as a share of the level squared."""
+    leverage: Floats
+    """By how much the slopes' own error adds to that variance, as a share of it."""
+    num_fitted: int
+
+
 def unadjusted(moments: Moments) -> Levels:
     """Sum of time over sum of tokens, as they came."""
     means, covariance = _means(moments)
@@ -60,7 +70,9 @@ def unadjusted(moments: Moments) -> Levels:
     arms = np.arange(num_arms)
     gradient[..., arms, arms, TIME] = 1.0 / means[..., TIME]
     gradient[..., arms, arms, SIZE] = -1.0 / means[..., SIZE]
-    return _levels(np.log(means[..., TIME] / means[..., SIZE]), gradient, covariance, _clusters(moments), 1)
+    own = gradient[..., arms, arms, :]
+    fit = _Fit(_residual_variance(own, covariance), np.zeros(means.shape[:-1]), 1)
+    return _levels(np.log(means[..., TIME] / means[..., SIZE]), gradient, covariance, _clusters(moments), fit)
 
 
 def adjusted(moments: Moments, covariates: tuple[int, ...] = COVARIATES, *, is_paired: bool = False) -> Levels:
@@ -74,7 +86,8 @@ def adjusted(moments: Moments, covariates: tuple[int, ...] = COVARIATES, *, is_p
     chosen = list(covariates)
     arms = np.arange(num_arms)
     own = _within_clusters(covariance) if is_paired else np.einsum("...kfkg->...kfg", covariance)
-    slopes = _slopes(own, chosen)
+    inverse = _inverse(own[..., chosen, :][..., chosen])
+    slopes = np.einsum("...cd,...d->...c", inverse, own[..., chosen, TIME])
     share = moments.sums[..., COUNT] / moments.sums[..., COUNT].sum(-1, keepdims=True)
     pooled = np.einsum("...k,...kf->...f", share, means)
     shift = means[..., chosen] - pooled[..., None, chosen]
@@ -82,11 +95,15 @@ def adjusted(moments: Moments, covariates: tuple[int, ...] = COVARIATES, *, is_p
     per_level = slopes / level[..., None]
     gradient = np.zeros((*means.shape[:-1], *means.shape[-2:]))
     gradient[..., arms, arms, TIME] = 1.0 / level
-    gradient[..., chosen] += share[..., None, :, None] * per_level[..., :, None, :]
     for arm in range(num_arms):
         gradient[..., arm, arm, chosen] -= per_level[..., arm, :]
+    residual = _residual_variance(gradient[..., arms, arms, :], covariance)
+    gradient[..., chosen] += share[..., None, :, None] * per_level[..., :, None, :]
     log_ratio = np.log(level / pooled[..., None, SIZE])
-    return _levels(log_ratio, gradient, covariance, _clusters(moments), 1 + len(chosen))
+    clusters = _clusters(moments)
+    # Within blocks every arm is seen as often and at nearly the same covariates: nothing is extrapolated.
+    reach = np.zeros_like(level) if is_paired else np.einsum("...kc,...kcd,...kd->...k", shift, inverse, shift)
+    return _levels(log_ratio, gradient, covariance, clusters, _Fit(residual, reach / clusters, 1 + len(chosen)))
 
 
 def difference(levels: Levels, arm: int, control: int) -> tuple[Floats, Floats, Floats]:
@@ -117,20 +134,14 @@ def _within_clusters(covariance: Floats) -> Floats:
     return np.repeat(pooled[..., None, :, :], num_arms, axis=-3)
 
 
-def _slopes(own: Floats, chosen: list[int]) -> Floats:
-    """Each arm's regression of time on the chosen covariates, (..., arms, covariates); 0 for one that does not vary.
-
-    own: (..., arms, fields, fields), covariances.
-    """
-    inner = own[..., chosen, :][..., chosen]
-    outer = own[..., chosen, TIME]
-    deviation = np.sqrt(np.maximum(np.einsum("...cc->...c", inner), 0.0))
+def _inverse(covariance: Floats) -> Floats:
+    """Pseudo-inverse of covariances, (..., covariates, covariates); 0 for a covariate that does not vary."""
+    deviation = np.sqrt(np.maximum(np.einsum("...cc->...c", covariance), 0.0))
     deviation = np.where(deviation > 0.0, deviation, np.inf)
-    correlation = inner / (deviation[..., :, None] * deviation[..., None, :])
+    scale = deviation[..., :, None] * deviation[..., None, :]
     # The pseudo-inverse shares one effect among covariates that say the same thing.
-    inverse = np.linalg.pinv(correlation, rcond=1e-6, hermitian=True)
-    slopes: Floats = np.einsum("...cd,...d->...c", inverse, outer / deviation) / deviation
-    return slopes
+    inverse: Floats = np.linalg.pinv(covariance / scale, rcond=1e-6, hermitian=True) / scale
+    return inverse
 
 
 def _clusters(moments: Moments) -> Floats:
@@ -140,12 +151,29 @@ def _clusters(moments: Moments) -> Floats:
     return clusters
 
 
-def _levels(log_ratio: Floats, gradient: Floats, covariance: Floats, clusters: Floats, num_fitted: int) -> Levels:
+def _residual_variance(own: Floats, covariance: Floats) -> Floats:
+    """Variance of the mean of each arm's residuals, as a share of its level squared: (..., arms).
+
+    own: (..., arms, fields), the gradient of each arm's level by its own means.
+    """
+    variance: Floats = np.einsum("...kf,...kfkg,...kg->...k", own, covariance, own)
+    return variance
+
+
+def _levels(log_ratio: Floats, gradient: Floats, covariance: Floats, clusters: Floats, fit: _Fit) -> Levels:
     """gradient: (..., arms, arms, fields), of each arm's level by every arm's means."""
     *batch, num_arms, _, _ = gradient.shape
     flat = gradient.reshape(*batch, num_arms, -1)
     spread = flat @ covariance.reshape(*batch, flat.shape[-1], flat.shape[-1]) @ np.swapaxes(flat, -1, -2)
     # Residuals are smaller than errors by what the fit took for itself.
-    freedom = clusters - num_fitted
+    freedom = clusters - fit.num_fitted
     inflation = np.sqrt(clusters / np.maximum(freedom, 1.0))
-    return Levels(log_ratio, spread * inflation[..., :, None] * inflation[..., None, :], freedom)
+    spread *= inflation[..., :, None] * inflation[..., None, :]
+    # Of one cluster, as a share of the level squared: alike in all arms that differ in speed alone.
+    variance = fit.residual_variance * np.square(inflation) * clusters
+    shared = (clusters * variance).sum(-1, keepdims=True) / clusters.sum(-1, keepdims=True)
+    lacking = 1.0 - clusters / clusters.max(-1, keepdims=True)
+    cautious = variance + lacking * np.maximum(shared - variance, 0.0)
+    arms = np.arange(num_arms)
+    spread[..., arms, arms] += (cautious * (1.0 + fit.leverage) - variance) / clusters
+    return Levels(log_ratio, spread, freedom)
