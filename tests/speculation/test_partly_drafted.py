@@ -19,7 +19,7 @@ from speculation.messages import SamplingParams, Submit
 from speculation.scheduler import Scheduler, StepPlan
 from speculation.simulate import parse_curve
 from tests.speculation.running import Run
-from tests.tiny_model import TINY, tiny_runner
+from tests.tiny_model import tiny_runner
 
 NUM_SEQUENCES = 32
 CURVE = "1:5,32:10,40:12,64:40,512:400"

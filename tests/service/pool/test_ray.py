@@ -74,8 +74,8 @@ def cluster() -> Iterator[Any]:
     # A short name: sockets lie in there.
     folder = tempfile.mkdtemp(prefix="ray-")
     before = dict(os.environ)
-    # Ray writes nowhere else, and tells nobody. `temp_dir` alone does not do: `Cluster` leaves its address in the folder
-    # `ray` of Ray's temporary folder, which only this variable moves.
+    # Ray writes nowhere else, and tells nobody. `temp_dir` alone does not do: `Cluster` leaves its address in `ray` in
+    # Ray's temporary folder, which only this variable moves.
     os.environ["RAY_TMPDIR"] = folder
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Nodes find the project where this test does.
