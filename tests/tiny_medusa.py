@@ -1,4 +1,4 @@
-"""Random Medusa heads for the tiny model, as a folder."""
+"""Medusa heads that nobody trained, as a folder: random ones for the tiny model, and such as repeat a token."""
 
 from __future__ import annotations
 
@@ -34,4 +34,14 @@ def write_tiny_medusa(
     save_file(tensors, folder / "model.safetensors")
     config = {"medusa_num_heads": num_heads, "medusa_num_layers": num_layers} | fields
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_repeating_medusa(folder: Path, hidden_size: int, *, num_heads: int = 2) -> Path:
+    """Heads for any model that all guess what the model itself says next: right wherever a token is repeated."""
+    tensors = {f"{i}.0.linear.weight": torch.zeros(hidden_size, hidden_size) for i in range(num_heads)}
+    tensors |= {f"{i}.0.linear.bias": torch.zeros(hidden_size) for i in range(num_heads)}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": num_heads, "medusa_num_layers": 1}))
     return folder

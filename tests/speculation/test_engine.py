@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 
@@ -96,6 +97,30 @@ def test_preemption_changes_no_token(shape: str) -> None:
     run.until_idle()
     assert run.engine.stats().counters["preemptions"] > 0
     for request in requests:
+        assert run.tokens[request.request_id] == plain_loop(request)
+
+
+def test_streams_go_on_while_a_long_prompt_is_computed() -> None:
+    """Beside the chunks of a more urgent prompt, every decoding sequence yields a token in every step."""
+    run = Run(engine_with(max_num_batched_tokens=8))
+    streams = [request_of(name, [i, 1, 2], temperature=1.0, seed=i, max_tokens=30) for i, name in enumerate("abc")]
+    for request in streams:
+        run.submit(request)
+        run.step()
+    run.step()
+    prompt = request_of("long", [i % VOCAB_SIZE for i in range(61)], max_tokens=4)
+    prompt = msgspec.structs.replace(prompt, priority=-1)
+    run.submit(prompt)
+    for num_chunks in range(1, 20):
+        before = {request.request_id: len(run.tokens[request.request_id]) for request in streams}
+        run.step()
+        assert all(len(run.tokens[name]) == num_tokens + 1 for name, num_tokens in before.items()), num_chunks
+        if run.tokens["long"]:
+            break
+    # Five rows a step are left of eight: 13 chunks of 61 tokens.
+    assert num_chunks == 13
+    run.until_idle()
+    for request in [*streams, prompt]:
         assert run.tokens[request.request_id] == plain_loop(request)
 
 

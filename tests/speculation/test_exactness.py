@@ -34,6 +34,13 @@ SAMPLINGS = {
     "penalised": SamplingParams(
         temperature=1.1, seed=5, presence_penalty=0.4, frequency_penalty=0.3, repetition_penalty=1.2, max_tokens=24
     ),
+    "filtered": SamplingParams(
+        temperature=1.2, seed=11, min_p=0.08, logit_bias={3: 1.5, 7: -100.0, 20: 3.0}, max_tokens=24
+    ),
+    # End of sequence and the stop token are so likely that nothing but `min_tokens` holds them back.
+    "held back": SamplingParams(
+        temperature=0.9, seed=2, min_tokens=14, logit_bias={60: 6.0, 5: 6.0}, stop_token_ids=(5,), max_tokens=24
+    ),
 }
 
 
@@ -52,13 +59,15 @@ def plain_loop(prompt: tuple[int, ...], params: SamplingParams, dtype: torch.dty
 def _plain_loop(prompt: tuple[int, ...], sampling: str, dtype: torch.dtype) -> tuple[int, ...]:
     params = SAMPLINGS[sampling]
     token_ids = list(prompt)
+    stops = (*params.stop_token_ids, *TINY.eos_token_ids)
     while len(token_ids) < len(prompt) + params.max_tokens:
         entry = BatchEntry(0, token_ids, range(1, 40), logits_from=len(token_ids) - 1)
         logits = reference_runner(dtype).forward(lay_out([entry], 8)).logits
         output = token_ids[len(prompt) :]
         counts = TokenCounts(frozenset(prompt), {t: output.count(t) for t in output})
-        token_ids += sample(logits, [SamplingRow(params, len(token_ids), counts=counts)]).token_ids
-        if token_ids[-1] in TINY.eos_token_ids:
+        banned = stops if len(output) < params.min_tokens else ()
+        token_ids += sample(logits, [SamplingRow(params, len(token_ids), banned, counts)]).token_ids
+        if token_ids[-1] in stops:
             break
     return tuple(token_ids[len(prompt) :])
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
 from cache_store.block_pool import BlockPool, BlockTable
 from draft.tree import Draft
-from speculation import engine, verify
+from speculation import engine, sequence, verify
+from speculation.scheduler import Scheduler, StepPlan
 from target.sampling import SamplingRow
 from tests.cache_store import test_block_pool
 from tests.speculation import test_engine
@@ -93,6 +94,18 @@ def match_the_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockPool, "match", lambda self, root, tokens, most: match(self, root, tokens, most + 2))
 
 
+def compute_prompts_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the step's tokens to the most urgent sequences, whether they decode or are far behind."""
+    plan = Scheduler.plan
+
+    def in_order_of_urgency(self: Scheduler, drafts: Mapping[int, Draft]) -> StepPlan:
+        with monkeypatch.context() as patch:
+            patch.setattr(sequence.Sequence, "is_decoding", True)
+            return plan(self, drafts)
+
+    monkeypatch.setattr(Scheduler, "plan", in_order_of_urgency)
+
+
 SCENARIOS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]] = [
     (accept_larger_ids, lambda: drafted("coin", "greedy")),
     (forget_the_trim, test_engine.test_liar_costs_no_token),
@@ -103,6 +116,7 @@ SCENARIOS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]]
     (forget_the_move, lambda: drafted("bushy", "greedy")),
     (share_over_salts, test_engine.test_salts_do_not_share_blocks),
     (match_the_whole_prompt, test_engine.test_prefix_hits_leave_a_token_to_compute),
+    (compute_prompts_first, test_engine.test_streams_go_on_while_a_long_prompt_is_computed),
 ]
 
 

@@ -71,15 +71,18 @@ async def test_a_cluster_that_does_not_answer_is_given_up() -> None:
 def cluster() -> Iterator[Any]:
     """A head that takes no engines, and three nodes with room for one engine each."""
     pytest.importorskip("ray", reason="the extra `ray` is not installed")
-    # Ray writes what it knows of its user's machine nowhere else, and tells nobody.
+    # A short name: sockets lie in there.
     folder = tempfile.mkdtemp(prefix="ray-")
     before = dict(os.environ)
+    # Ray writes nowhere else, and tells nobody. `temp_dir` alone does not do: `Cluster` leaves its address in `ray` in
+    # Ray's temporary folder, which only this variable moves.
+    os.environ["RAY_TMPDIR"] = folder
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Nodes find the project where this test does.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
     from ray.cluster_utils import Cluster
 
-    head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": folder}
+    head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": str(Path(folder, "ray"))}
     made = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(NODES):
         made.add_node(num_cpus=1)
