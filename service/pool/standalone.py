@@ -17,6 +17,7 @@ from service.engine_link import READ_BYTES
 from service.logs import configure_logs
 from service.pool.address import Address, advertised
 from service.pool.engine_pool import EnginePool
+from service.pool.handshake import HANDSHAKE_SECONDS
 from service.pool.listener import Listener
 from service.pool.prefixes import Prefixes
 from service.pool.reporter import Reporter
@@ -75,7 +76,12 @@ async def serve_engine(
         address = advertised(settings.listener, bound)
         engine = StandaloneEngine(settings, store, address, security, engine_command or worker_command(settings))
         server = await asyncio.start_server(
-            engine.listener.serve, sock=listener_socket, limit=READ_BYTES, ssl=security.server_tls
+            engine.listener.serve,
+            sock=listener_socket,
+            limit=READ_BYTES,
+            ssl=security.server_tls,
+            # Longer than a front waits: one that speaks no TLS then says so in its log.
+            ssl_handshake_timeout=2 * HANDSHAKE_SECONDS if security.server_tls else None,
         )
         _log.info("listening", address=str(address), engine="loading")
         async with server:
