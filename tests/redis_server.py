@@ -122,6 +122,10 @@ class RedisServer:
                 reply = replies.read(int(reply[1:]) + 2)
         return reply.decode().strip()
 
+    def set_password(self, password: str) -> None:
+        """Use another password from here on, once the server has been told of it."""
+        self._password = password
+
     def flush(self) -> None:
         """Forget all data and all scripts."""
         self.command("FLUSHALL")
