@@ -41,6 +41,8 @@ redis.call('SETRANGE', KEYS[#KEYS], 0, '')
 # Blocks that are no set, or a sequence that is no string, are not known: the engine then publishes both anew, which
 # replaces them.
 # Keys: engines, heard, blocks, sequence, nobody's blocks. Arguments: engine id, instance, status, time to live in ms.
+# An engine heard of in the future is one from before the server's clock was set back: if it lives, its next heartbeat
+# brings it back; if it does not, it would else be announced until the clock has caught up.
 ANNOUNCE = (
     ONLY_OF_USE
     + NOW
@@ -48,11 +50,14 @@ ANNOUNCE = (
 local ttl = tonumber(ARGV[4])
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
 redis.call('ZADD', KEYS[2], string.format('%.6f', now), ARGV[1])
-local lost = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', string.format('(%.6f', now - ttl / 1000))
-for _, id in ipairs(lost) do
-    redis.call('HDEL', KEYS[1], id)
-    redis.call('ZREM', KEYS[2], id)
+local function forget(from, to)
+    for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], from, to)) do
+        redis.call('HDEL', KEYS[1], id)
+        redis.call('ZREM', KEYS[2], id)
+    end
 end
+forget('-inf', string.format('(%.6f', now - ttl / 1000))
+forget(string.format('(%.6f', now + ttl / 1000), '+inf')
 for _, key in ipairs(KEYS) do
     redis.call('PEXPIRE', key, ttl)
 end
@@ -70,7 +75,8 @@ ENGINES = (
     ONLY_OF_USE
     + NOW
     + """
-local ids = redis.call('ZRANGEBYSCORE', KEYS[2], string.format('%.6f', now - tonumber(ARGV[1]) / 1000), '+inf')
+local ttl = tonumber(ARGV[1]) / 1000
+local ids = redis.call('ZRANGEBYSCORE', KEYS[2], string.format('%.6f', now - ttl), string.format('%.6f', now + ttl))
 if #ids == 0 then
     return {}
 end

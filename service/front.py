@@ -199,7 +199,7 @@ class Front:
             model=self.model.name,
             route=origin.route,
             num_prompt_tokens=sum(len(prompt.token_ids) for prompt in generation.prompts),
-            arrived_at=origin.arrived_at_epoch,
+            arrived_at=self.experiments.clock() - origin.age,
             queue_depth=float(self.client.num_live),
             headers=origin.headers,
             user=body.user,

@@ -19,6 +19,6 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """By `time.perf_counter`."""
 
     @property
-    def arrived_at_epoch(self) -> float:
-        """Seconds since the epoch, as other machines tell the time."""
-        return time.time() - (time.perf_counter() - self.arrived_at)
+    def age(self) -> float:
+        """Seconds since the request arrived."""
+        return time.perf_counter() - self.arrived_at

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 # Before any library reads it: a test that would fetch something from a hub fails instead.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -35,8 +35,9 @@ def start_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
     """Starts a Redis for this test alone, to be hurt."""
     servers: list[RedisServer] = []
 
-    def start(*options: str, password: str | None = None) -> RedisServer:
-        servers.append(RedisServer(tmp_path_factory.mktemp("redis"), *options, password=password))
+    def start(*options: str, password: str | None = None, environment: Mapping[str, str] | None = None) -> RedisServer:
+        folder = tmp_path_factory.mktemp("redis")
+        servers.append(RedisServer(folder, *options, password=password, environment=environment))
         return servers[-1]
 
     yield start

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 START_SECONDS = 20.0
@@ -38,9 +39,19 @@ def find_server() -> str | None:
 class RedisServer:
     """One server with an empty memory, on a port of its own, that keeps nothing on disk."""
 
-    def __init__(self, folder: Path, *options: str, password: str | None = None) -> None:
-        """Starts it. `options` are redis-server's. Raises RuntimeError if there is none, or it does not start."""
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        password: str | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Starts it, with `environment` over that of the tests. `options` are redis-server's.
+
+        Raises RuntimeError if there is none, or it does not start.
+        """
         self._folder = folder
+        self._environment = environment or {}
         self._options = options
         self._password = password
         self._process: subprocess.Popen[bytes] | None = None
@@ -67,7 +78,9 @@ class RedisServer:
             command += ["--requirepass", self._password]
         log = self._folder / "redis.log"
         with log.open("ab") as output:
-            self._process = subprocess.Popen(command, stdout=output, stderr=output)
+            self._process = subprocess.Popen(
+                command, stdout=output, stderr=output, env={**os.environ, **self._environment}
+            )
         deadline = time.monotonic() + START_SECONDS
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -108,6 +121,10 @@ class RedisServer:
             if reply.startswith(b"$") and reply != b"$-1\r\n":
                 reply = replies.read(int(reply[1:]) + 2)
         return reply.decode().strip()
+
+    def set_password(self, password: str) -> None:
+        """Use another password from here on, once the server has been told of it."""
+        self._password = password
 
     def flush(self) -> None:
         """Forget all data and all scripts."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
@@ -17,6 +16,7 @@ from service.errors import ApiError, did_you_mean, shorten
 from service.experiments import book as books
 from service.experiments.assignment import RequestFacts, matches, place, traffic_weights
 from service.experiments.book import Book
+from service.experiments.clock import SteadyClock
 from service.experiments.evaluator import Evaluator
 from service.experiments.keeper import BookKeeper, answered
 from service.experiments.ledger import Ledger
@@ -74,12 +74,13 @@ class Experiments:
         *,
         served: Callable[[], Served] = Served,
         initial_profiles: Mapping[str, SpeculationConfig] | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         """`initial_profiles` are put into the store where it has none of that name."""
         self._store = store
         self._served = served
-        self._clock = clock
+        self.clock = clock = clock or SteadyClock()
+        """Seconds since the epoch; all times of experiments are by it."""
         self._keeper = BookKeeper(store, initial_profiles or {}, clock())
         self._ledger = Ledger(store)
         self._evaluator = Evaluator(store, self._keeper.change, clock)
@@ -107,7 +108,7 @@ class Experiments:
         """Count a request that has ended, unless its experiment, or the cool-down, did so long before."""
         experiment = self.book.experiments.get(assignment.experiment)
         closed_at = None if experiment is None else experiment.closed_at(assignment.key)
-        if closed_at is not None and self._clock() > closed_at + GRACE_SECONDS:
+        if closed_at is not None and self.clock() > closed_at + GRACE_SECONDS:
             return
         try:
             record(self._ledger.tally(assignment.key), assignment.definition, assignment.request, outcome)
@@ -151,7 +152,7 @@ class Experiments:
             self._check(config)
         except ValueError as error:
             raise ApiError.invalid("speculation", f"speculation: {error}") from None
-        now = self._clock()
+        now = self.clock()
         book = await self._keeper.change(
             lambda book: books.put_profile(book, name, config, now, make_default=make_default)
         )
@@ -165,7 +166,7 @@ class Experiments:
         await self._keeper.change(lambda book: books.delete_profile(book, name))
 
     async def create(self, definition: Definition, *, is_draft: bool = False) -> Experiment:
-        warnings, now = self._warnings(definition), self._clock()
+        warnings, now = self._warnings(definition), self.clock()
         book = await self._keeper.change(
             lambda book: books.create(book, definition, self._check, warnings, now, is_draft=is_draft)
         )
@@ -173,23 +174,23 @@ class Experiments:
 
     async def replace(self, definition: Definition) -> Experiment:
         """Another definition for a draft."""
-        warnings, now = self._warnings(definition), self._clock()
+        warnings, now = self._warnings(definition), self.clock()
         book = await self._keeper.change(lambda book: books.replace(book, definition, self._check, warnings, now))
         return book.experiment(definition.name)
 
     async def start(self, name: str) -> Experiment:
-        now = self._clock()
+        now = self.clock()
         return (await self._keeper.change(lambda book: books.start(book, name, now))).experiment(name)
 
     async def stop(self, name: str) -> Experiment:
         """End an experiment where it stands, or a cool-down early."""
-        now = self._clock()
+        now = self.clock()
         book = await self._keeper.change(lambda book: books.stop(book, name, now, "stopped by hand"))
         return book.experiment(name)
 
     async def promote(self, name: str, arm: str | None = None) -> Experiment:
         """Make an arm the default: the one named, or the one that the data support."""
-        now = self._clock()
+        now = self.clock()
         report = await self.report(name)
         if arm is None and not report.is_safe_to_promote:
             raise books.conflict(f"{report.verdict}. To promote an arm nevertheless, name it", "arm")

@@ -78,10 +78,11 @@ TALLY = """
 return {redis.call('HGETALL', KEYS[1]), redis.call('ZRANGE', KEYS[2], 0, -1)}
 """
 
-# Keys: leader. Arguments: front, milliseconds.
+# Keys: leader. Arguments: front, milliseconds. A leader that has more time left than anybody is given took it before
+# the server's clock was set back, and may be gone.
 LEAD = """
 local leader = redis.call('GET', KEYS[1])
-if leader and leader ~= ARGV[1] then
+if leader and leader ~= ARGV[1] and redis.call('PTTL', KEYS[1]) <= tonumber(ARGV[2]) then
     return 0
 end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])

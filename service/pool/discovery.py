@@ -58,6 +58,7 @@ class Discovery:
 
     async def _follow(self, statuses: list[EngineStatus]) -> None:
         """Connect who is new, and forget who has been gone for as long as the store remembers anybody."""
+        self._strangers.intersection_update(status.engine_id for status in statuses)
         found = {status.engine_id: status for status in statuses if self._is_ours(status)}
         for engine_id, status in found.items():
             member = self._pool.members.get(engine_id)
@@ -89,16 +90,14 @@ class Discovery:
 
     def _is_ours(self, status: EngineStatus) -> bool:
         """Whether it can be reached from here and has the model that is served here."""
-        if not status.address.startswith(SCHEME):
-            return False
         served = self._served_fingerprint()
         if served is None or status.model_fingerprint == served:
             self._strangers.discard(status.engine_id)
-            return True
+            return status.address.startswith(SCHEME)
         if status.engine_id not in self._strangers:
             self._strangers.add(status.engine_id)
             self._log.warning(
-                "engine of another model in this namespace; it is not used",
+                "engine of another model in this namespace; it is not used, but profiles and experiments are shared",
                 engine=status.engine_id,
                 fingerprint=status.model_fingerprint,
                 served=served,

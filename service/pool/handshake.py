@@ -26,6 +26,8 @@ HANDSHAKE_SECONDS = 5.0
 MAX_BYTES = 4096
 """Of a frame by somebody whom nobody knows yet."""
 NONCE_BYTES = 32
+TLS_RECORD = b"\x16\x03"
+"""How a TLS handshake begins [RFC 8446, 5.1]: as a length it is beyond `MAX_BYTES`."""
 
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
@@ -83,7 +85,10 @@ async def join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secre
     nonce = secrets.token_bytes(NONCE_BYTES)
     try:
         async with asyncio.timeout(HANDSHAKE_SECONDS):
-            hello = await _read(reader, Hello)
+            try:
+                hello = await _read(reader, Hello)
+            except EOFError as error:  # the secret is not told before
+                raise HandshakeError("it closed the connection before it said anything; its log says why") from error
             if hello.protocol != PROTOCOL:
                 raise HandshakeError(f"it speaks {hello.protocol[:32]!r}, this front {PROTOCOL!r}")
             writer.write(encode_frame(Claim(nonce, _mac(secret, b"front", hello.nonce, nonce))))
@@ -91,7 +96,7 @@ async def join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secre
     except EOFError as error:
         raise HandshakeError("it refused this front: the secrets differ") from error
     except TimeoutError as error:
-        raise HandshakeError("it said nothing") from error
+        raise HandshakeError(f"it said nothing within {HANDSHAKE_SECONDS:g} s") from error
     except HandshakeError:
         raise
     except OSError as error:
@@ -102,7 +107,10 @@ async def join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secre
 
 async def _read(reader: asyncio.StreamReader, kind: type[MessageT]) -> MessageT:
     """One message, and no byte behind it."""
-    (length,) = struct.unpack("<I", await reader.readexactly(4))
+    header = await reader.readexactly(4)
+    if header.startswith(TLS_RECORD):
+        raise HandshakeError("it speaks TLS, and this side has no certificates: set tls_cert, tls_key and tls_ca")
+    (length,) = struct.unpack("<I", header)
     if length > MAX_BYTES:
         raise HandshakeError(f"a frame announces {length} bytes; the limit is {MAX_BYTES}")
     try:

@@ -14,7 +14,7 @@ from service.engine_link import READ_BYTES, EngineDiedError, EngineLink
 from service.pool.address import Address
 from service.pool.handshake import HANDSHAKE_SECONDS, HandshakeError, join
 from service.pool.member import Member
-from service.pool.security import Security
+from service.pool.security import Security, describe
 from speculation.messages import Ready
 
 FIRST_PAUSE_SECONDS = 0.2
@@ -78,7 +78,8 @@ class RemoteEngine:
                 async for event in events:
                     self._member.dispatch(event)
         except HandshakeError as error:
-            raise EngineDiedError(str(error)) from error
+            silent = isinstance(error.__cause__, TimeoutError)
+            raise EngineDiedError(f"{error}{self._certificate_hint(silent=silent)}") from error
         finally:
             writer.transport.abort()
 
@@ -88,8 +89,17 @@ class RemoteEngine:
                 return await asyncio.open_connection(
                     self._address.host, self._address.port, limit=READ_BYTES, ssl=self._security.client_tls
                 )
-        except (OSError, ssl.SSLError, TimeoutError) as error:
-            raise EngineDiedError(f"no connection: {str(error) or 'no answer'}") from error
+        except ssl.SSLError as error:
+            hint = f"its certificate is checked with tls_ca {self._security.ca}"
+            raise EngineDiedError(f"no TLS handshake: {describe(error)}; {hint}") from error
+        except (OSError, TimeoutError) as error:
+            raise EngineDiedError(f"no connection: {describe(error)}{self._certificate_hint()}") from error
+
+    def _certificate_hint(self, *, silent: bool = False) -> str:
+        """What may be behind a refusal without words: in TLS 1.3 a certificate is refused after its owner is done."""
+        if self._security.client_tls is None:
+            return "; engines with certificates need tls_cert, tls_key and tls_ca here" if silent else ""
+        return f"; if it refuses this front's certificate, see tls_cert {self._security.cert}"
 
     async def _accept(self, ready: object, link: EngineLink) -> None:
         if not isinstance(ready, Ready):

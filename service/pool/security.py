@@ -6,9 +6,13 @@ import ipaddress
 import ssl
 from dataclasses import dataclass
 
+import structlog
+
 from service.pool.settings import PoolSettings
 
 LEAST_SECRET = 12
+
+_log = structlog.get_logger("forerun.pool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +22,10 @@ class Security:
     secret: str | None = None
     server_tls: ssl.SSLContext | None = None
     client_tls: ssl.SSLContext | None = None
+    cert: str | None = None
+    """The file of the certificate that this side shows."""
+    ca: str | None = None
+    """The file of the CA that the other side's certificate must be of."""
 
     @classmethod
     def load(cls, settings: PoolSettings) -> Security:
@@ -35,8 +43,15 @@ class Security:
             server = _context(ssl.PROTOCOL_TLS_SERVER, settings)
             client = _context(ssl.PROTOCOL_TLS_CLIENT, settings)
         except (OSError, ssl.SSLError) as error:
-            raise ValueError(f"tls_cert, tls_key or tls_ca cannot be used: {error}") from error
-        return cls(secret, server, client)
+            shown = ", ".join(f"{name} {path}" for name, path in files.items())
+            raise ValueError(f"tls_cert, tls_key or tls_ca cannot be used: {error} ({shown})") from error
+        reason = why_refused(server, client)
+        if reason is not None:
+            _log.warning(
+                "others will refuse tls_cert", tls_cert=files["tls_cert"], tls_ca=files["tls_ca"], reason=reason
+            )
+        server.sslobject_class = _TellingServer
+        return cls(secret, server, client, files["tls_cert"], files["tls_ca"])
 
     def check_listener(self, host: str) -> None:
         """Raises ValueError where anybody on the network could reach an engine that asks nobody who he is."""
@@ -53,6 +68,50 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def why_refused(server: ssl.SSLContext, client: ssl.SSLContext) -> str | None:
+    """Why this side's own certificate would be refused by its own CA: such as that it has expired. None if it is good.
+
+    A handshake with itself, in memory.
+    """
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    accepting = server.wrap_bio(to_server, to_client, server_side=True)
+    connecting = client.wrap_bio(to_client, to_server)
+    for side in (connecting, accepting, connecting):
+        try:
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLError as error:
+            return describe(error)
+    return None
+
+
+def describe(error: Exception) -> str:
+    """A failed handshake or connection in words."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return str(error.verify_message)
+    if isinstance(error, ssl.SSLError):
+        if error.reason in {"WRONG_VERSION_NUMBER", "HTTP_REQUEST"}:
+            return "the other side does not speak TLS"
+        if error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+            return "the other side has no certificate"
+    return str(error) or "no answer"
+
+
+class _TellingServer(ssl.SSLObject):
+    """An engine's end of a connection, which says why a handshake failed. Nobody else does: asyncio only closes."""
+
+    def do_handshake(self) -> None:
+        """See `ssl.SSLObject`."""
+        try:
+            super().do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise
+        except ssl.SSLError as error:
+            _log.warning("front refused", reason=f"no TLS handshake: {describe(error)}")
+            raise
 
 
 def _context(protocol: int, settings: PoolSettings) -> ssl.SSLContext:

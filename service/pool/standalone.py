@@ -82,7 +82,8 @@ async def serve_engine(
             sock=listener_socket,
             limit=READ_BYTES,
             ssl=security.server_tls,
-            ssl_handshake_timeout=HANDSHAKE_SECONDS if security.server_tls is not None else None,
+            # Longer than a front waits: one that speaks no TLS then says so in its log.
+            ssl_handshake_timeout=2 * HANDSHAKE_SECONDS if security.server_tls else None,
         )
         _log.info("listening", address=str(address), engine="loading")
         async with server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -171,12 +172,13 @@ def pool(shared_redis: RedisServer) -> PoolSettings:
 async def start_engine(model_folder: Path, tmp_path: Path, pool: PoolSettings) -> AsyncIterator[StartEngine]:
     """Starts stand-alone engines; what is left of them at the end is killed."""
     engines: list[Standalone] = []
+    numbers = itertools.count()
 
     async def start(*flags: str, **options: Any) -> Standalone:
         settings = ["--store", pool.store, "--namespace", pool.namespace, "--store-timeout", "2"]
         settings += ["--max-model-len", "10000"]
         environment = {"FORERUN_SECRET": SECRET, **options.pop("environment", {})}
-        log = tmp_path / f"engine-{len(engines)}.log"
+        log = tmp_path / f"engine-{next(numbers)}.log"
         engine = await Standalone.start(model_folder, log, *settings, *flags, environment=environment, **options)
         engines.append(engine)
         return engine

@@ -233,3 +233,34 @@ async def test_a_full_redis_is_one_outage(
         ("info", "metadata store is back"),
     ]
     assert "maxmemory" in next(entry["error"] for entry in logs if "metadata store" in entry["event"])
+
+
+async def test_a_password_that_is_rotated(
+    start_service: StartService, start_redis: Callable[..., RedisServer], engine_of: StartEngine
+) -> None:
+    """Once new connections are refused, requests are answered without the store, and one log line says why."""
+    redis = start_redis(password="old-password")
+    pool = settings(redis, engines=1, store_timeout=2.0)
+    await engine_of(pool)
+    service = await start_service(pool=pool)
+    await service.until(lambda: len(service.front.client.serving) == 2)
+    assert await is_served(service)
+    await until_known(service, pool, redis)
+    with capture_logs() as logs:
+        assert redis.command("CONFIG", "SET", "requirepass", "new-password") == "+OK"
+        redis.set_password("new-password")
+        assert all(await asyncio.gather(*(is_served(service) for _ in range(12))))
+        redis.command("CLIENT", "KILL", "TYPE", "normal")
+        await service.until(lambda: not service.front.store.health.is_up)
+        assert all([await is_served(service) for _ in range(8)])
+        await asyncio.sleep(2.0)
+        assert len(service.front.client.serving) == 2
+        # Both are right for a while: what a rotation without an outage does first.
+        assert redis.command("ACL", "SETUSER", "default", ">old-password") == "+OK"
+        await service.until(lambda: service.front.store.health.is_up)
+        await until_known(service, pool, redis)
+    told = [entry for entry in logs if "metadata store" in entry["event"]]
+    assert [entry["log_level"] for entry in told] == ["warning", "info"]
+    assert "invalid username-password pair" in told[0]["error"]
+    assert "-password" not in str(logs).replace("username-password", "")
+    assert (await service.get("/v1/engines"))[0] == 200
