@@ -14,7 +14,7 @@ import pytest
 from service.app import create_app
 from service.hosts import AllowedHosts, is_loopback, is_own_origin
 from service.pool.settings import TenantSettings
-from service.server import exposure_warning
+from service.server import exposure_warning, greeting
 from service.settings import ServerSettings, Settings, SettingsError, load_settings
 from tests.service.conftest import Service, StartService
 
@@ -218,6 +218,14 @@ def test_a_service_without_keys_that_others_reach_is_warned_of(host: str) -> Non
     assert "trusted proxy" in str(exposure_warning(header))
     keys = Settings(server=server, tenants=TenantSettings(api_keys_file="keys"))
     assert exposure_warning(keys) is None
+
+
+async def test_who_starts_it_reads_the_warning(start_service: StartService) -> None:
+    """What the service prints when it is ready says that other machines reach it and what they may do; else not."""
+    service = await start_service(server=ServerSettings(host="0.0.0.0"))
+    assert "Other machines can reach it, and it asks for no keys" in greeting(service.front, service.url)
+    service = await start_service()
+    assert "Other machines" not in greeting(service.front, service.url)
 
 
 @pytest.mark.parametrize("host", ["::", "::1", "0.0.0.0", "", "gpu-box"])
