@@ -73,7 +73,9 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except web.HTTPException as error:
         return error_response(_from_http(request, error))
     except web.RequestPayloadError:
-        return error_response(_unreadable(request))
+        response = error_response(_unreadable(request))
+        response.force_close()  # what follows on this connection cannot be told from the rest of the body
+        return response
     except ConnectionError:
         raise
     except Exception:  # noqa: BLE001 - the last resort: the client gets an answer, the log the traceback
@@ -97,7 +99,7 @@ def check_origin(request: web.Request) -> None:
     """
     origin = request.headers.get("Origin")
     if origin is not None and origin.rpartition("://")[2] != request.host:
-        raise ApiError(403, f"a page of {cut(ascii(origin))} may not use this service", code="foreign_origin")
+        raise ApiError(403, f"a page of {origin!a} may not use this service", code="foreign_origin")
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
