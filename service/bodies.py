@@ -18,7 +18,7 @@ SMALL_BODY_BYTES = 64 * 1024
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The whole body of a request. Raises `ApiError`: 413, 408, 503, and 400 for one that does not decompress."""
+    """The whole body of a request. Raises `ApiError`: 413, 408, 503; `RequestPayloadError` where it is wrongly encoded."""
     async with received_body(request) as body:
         return body
 
@@ -32,7 +32,7 @@ async def received_body(request: web.Request) -> AsyncIterator[bytes]:
     if announced is not None and announced > most:
         raise too_large(most)
     if request.content.is_eof():
-        yield _checked(_buffered(request), most)
+        yield _checked(request.content.read_nowait(-1), most)
         return
     is_plain = announced is not None and "Content-Encoding" not in request.headers
     num_bytes = announced if announced is not None and is_plain else most
@@ -74,8 +74,6 @@ async def _read(request: web.Request, most: int, hold: Hold, body_seconds: float
         if connection is not None:
             connection.close()
         raise _too_slow(hold, len(body), body_seconds, stall_seconds) from None
-    except web.RequestPayloadError as error:
-        raise _malformed(error) from error
     finally:
         hold.deadline = None
         if connection is not None:
@@ -99,20 +97,7 @@ def _too_slow(hold: Hold, num_bytes: int, body_seconds: float, stall_seconds: fl
     return ApiError(408, message, code="request_timeout", headers=headers)
 
 
-def _buffered(request: web.Request) -> bytes:
-    """A body that has arrived whole."""
-    try:
-        return request.content.read_nowait(-1)
-    except web.RequestPayloadError as error:
-        raise _malformed(error) from error
-
-
 def _checked(body: bytes, most: int) -> bytes:
     if len(body) > most:
         raise too_large(most)
     return body
-
-
-def _malformed(error: Exception) -> ApiError:
-    reason = str(error.__cause__ or error) or "it breaks off"
-    return ApiError.invalid(None, f"the body cannot be read as its headers say: {reason[:200]}", code="invalid_body")

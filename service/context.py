@@ -91,6 +91,7 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
         failure = _from_http(request, error)
     except web.RequestPayloadError:
         failure = _unreadable(request)
+        request.protocol.close()  # what follows cannot be told from the rest of the body
     except Exception as error:
         if isinstance(error, ConnectionError) and has_left(request):
             raise
@@ -178,6 +179,8 @@ def _unreadable(request: web.Request) -> ApiError:
     """400: a body that its own headers describe wrongly, or that was cut off."""
     encoding = request.headers.get("Content-Encoding")
     if encoding is None:
-        return ApiError.invalid(None, "the body cannot be read: it is cut off, or wrongly framed", code="invalid_body")
-    message = f"Content-Encoding is {shorten(encoding)}: the body is not a valid {shorten(encoding)} stream"
-    return ApiError.invalid("Content-Encoding", message, code="invalid_body")
+        param, message = None, "the body cannot be read: it is cut off, or wrongly framed"
+    else:
+        shown = shorten(encoding)
+        param, message = "Content-Encoding", f"Content-Encoding is {shown}: the body is not a valid {shown} stream"
+    return ApiError(400, message, param=param, code="invalid_body", headers={"Connection": "close"})

@@ -82,6 +82,9 @@ class RequestHandler(web.RequestHandler):
     def log_exception(self, *args: object, **kw: object) -> None:
         """aiohttp's own report of a mistake, in a line of the service's log."""
         exc_info = kw.get("exc_info")
+        if isinstance(exc_info, web.RequestPayloadError):  # the rest of a body whose request was answered
+            _log.debug("rest of a body discarded", reason=str(exc_info))
+            return
         _log.error("connection failed", reason=str(args[0]) if args else "", exc_info=exc_info)
 
 

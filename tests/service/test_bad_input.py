@@ -32,7 +32,7 @@ WRONG_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"min_p": 2}, "min_p", "<= 1"),
     ({"presence_penalty": 3}, "presence_penalty", "<= 2"),
     ({"frequency_penalty": -3}, "frequency_penalty", ">= -2"),
-    ({"repetition_penalty": 0}, "repetition_penalty", "> 0"),
+    ({"repetition_penalty": 0}, "repetition_penalty", ">= 0.001"),
     ({"logit_bias": {"5": 101}}, "logit_bias", "<= 100"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "0 to 511"),
     ({"logit_bias": {"512": 1}}, "logit_bias", "0 to 511"),
