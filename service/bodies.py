@@ -18,7 +18,7 @@ SMALL_BODY_BYTES = 64 * 1024
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The whole body of a request. Raises `ApiError`: 413, 408, 503; `RequestPayloadError` where it is wrongly encoded."""
+    """The whole body of a request. Raises `ApiError`: 413, 408, 503; `RequestPayloadError` for a wrong encoding."""
     async with received_body(request) as body:
         return body
 

@@ -229,12 +229,14 @@ class ConnectionTable:
 class Connection(RequestHandler):
     """The protocol of one connection, which tells a `ConnectionTable` what state it is in."""
 
-    __slots__ = ("_socket", "_table", "has_head_begun")
+    __slots__ = ("_is_discarding", "_socket", "_table", "has_head_begun")
 
     def __init__(self, table: ConnectionTable, server: web.Server, **options: Any) -> None:
         super().__init__(server, **options)
         self._table = table
         self._socket: asyncio.Transport | None = None
+        self._is_discarding = False
+        """Whether what arrives is the rest of a body that was answered already."""
         self.has_head_begun = False
         """Whether part of a request's head has arrived, where no whole one has."""
 
@@ -259,7 +261,7 @@ class Connection(RequestHandler):
         super().data_received(data)
         if self._request_count != num_requests:
             self.set_busy()
-        elif data and not self.has_head_begun and self._current_request is None and self._socket is not None:
+        elif data and self._current_request is None and not (self.has_head_begun or self._is_discarding or self._close):
             self.has_head_begun = True
             if self._table.is_idle(self):
                 self._table.set_speechless(self)
@@ -271,6 +273,7 @@ class Connection(RequestHandler):
             return await super().finish_response(request, resp, start_time)
         finally:
             if self._socket is not None and not self._messages:
+                self._is_discarding = not request.content.is_eof()
                 if self.has_head_begun:
                     self._table.set_speechless(self)
                 else:
@@ -290,7 +293,7 @@ class Connection(RequestHandler):
 
     def set_busy(self) -> None:
         """A request is being served."""
-        self.has_head_begun = False
+        self.has_head_begun = self._is_discarding = False
         self._table.set_busy(self)
 
     def set_quiet(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import uuid
+from functools import partial
 
 import structlog
 from aiohttp import web
 
 from service.answer import Answer
-from service.bodies import received_body
+from service.bodies import SMALL_BODY_BYTES, received_body
 from service.choice import ChoiceDelta
 from service.context import ARRIVED_AT, FRONT
 from service.errors import ApiError
@@ -48,8 +49,11 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 
 async def _parsed(request: web.Request, request_type: type[RequestT]) -> RequestT:
-    """The body of a request, of which no more than what it says is kept."""
+    """The body of a request, of which no more than what it says is kept. A large one is parsed in a thread."""
     async with received_body(request) as body:
+        if len(body) > SMALL_BODY_BYTES:
+            parse = partial(parse_body, body, request_type)
+            return await request.app[FRONT].long_texts.run(len(body), parse)
         return parse_body(body, request_type)
 
 
