@@ -47,7 +47,7 @@ def c_function(function: Callable[..., None], num_arguments: int) -> Any:
 
     Inside `kept_in` its code is kept; elsewhere it is compiled anew.
     """
-    compiled = CFunc(function, ((types.int64,) * num_arguments, types.void), locals={}, options={})
+    compiled: Any = CFunc(function, ((types.int64,) * num_arguments, types.void), locals={}, options={})
     compiled._cache = cache_in(_FOLDER.get(), function)  # noqa: SLF001  `enable_caching` takes Numba's own cache
     compiled.compile()
     return compiled

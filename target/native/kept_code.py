@@ -86,8 +86,8 @@ class CodeFolder:
         if not self._is_faulty:
             self._is_faulty = True
             logger.warning(
-                "the folder of compiled code %s could not be used (%s: %s); what it lacks is compiled again, at each "
-                "start until it is mended or deleted",
+                "the folder of compiled code %s could not be used (%s: %s); functions that it cannot give are compiled "
+                "again, and kept there where it can be written",
                 self.path,
                 type(error).__name__,
                 error,

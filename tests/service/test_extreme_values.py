@@ -17,8 +17,9 @@ from service.errors import MAX_MESSAGE_BYTES, ApiError, did_you_mean, shorten
 from service.experiments.model import Definition
 from service.experiments.validation import parse_definition
 from service.schema import ChatCompletionRequest, CompletionRequest
+from service.settings import LimitSettings
 from service.validation import parse_body
-from tests.service.conftest import Service
+from tests.service.conftest import Service, StartService
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -245,7 +246,13 @@ LONG_DEFINITIONS: list[dict[str, Any]] = [
 ]
 
 
-async def test_no_answer_and_no_log_line_repeats_a_long_value(service: Service) -> None:
+@pytest.fixture
+async def roomy(start_service: StartService) -> Service:
+    """A service that reads bodies of 4 MiB."""
+    return await start_service(limits=LimitSettings(max_body_bytes=4 * 1024**2))
+
+
+async def test_no_answer_and_no_log_line_repeats_a_long_value(roomy: Service) -> None:
     """With a megabyte in any field, field name or address, an answer is below 2 kB and a log line below 4 kB."""
     posts: list[tuple[str, str, object]] = [
         *(("POST", CHAT, {**CHAT_BODY, **fields}) for fields in LONG_CHATS),
@@ -270,7 +277,7 @@ async def test_no_answer_and_no_log_line_repeats_a_long_value(service: Service) 
     with capture_logs() as logs:
         for method, path, body in posts:
             data = io.BytesIO(json.dumps(body, ensure_ascii=False).encode())
-            async with service.client.request(method, service.url + path, data=data) as response:
+            async with roomy.client.request(method, roomy.url + path, data=data) as response:
                 answer = await response.read()
                 place = (method, path[:40], str(body)[:80])
                 assert 400 <= response.status < 500, (place, response.status, answer[:300])
@@ -280,14 +287,14 @@ async def test_no_answer_and_no_log_line_repeats_a_long_value(service: Service) 
     assert len(logs) >= len(posts) - 20
 
 
-async def test_no_message_of_a_socket_repeats_a_long_value(service: Service) -> None:
+async def test_no_message_of_a_socket_repeats_a_long_value(roomy: Service) -> None:
     """On the WebSocket, too, an error is below 2 kB and a log line below 4 kB, whatever was sent."""
     requests = [{**CHAT_BODY, **fields} for fields in LONG_CHATS if fields != {"cache_salt": LONG}]
     messages: list[Any] = [{"type": "generate", "id": str(i), "request": body} for i, body in enumerate(requests)]
     messages += [{"type": LONG}, {"type": "generate", "id": LONG, "request": {}}, {"type": "cancel", "id": LONG}, LONG]
     messages += [{"type": "generate", "id": "a", LONG: 1, "request": CHAT_BODY}, {"type": "generate", "id": "a"}]
     with capture_logs() as logs:
-        async with service.client.ws_connect(f"{service.url}/v1/stream") as socket:
+        async with roomy.client.ws_connect(f"{roomy.url}/v1/stream") as socket:
             for message in messages:
                 await socket.send_json(message)
                 answer = await socket.receive_str(timeout=30)
