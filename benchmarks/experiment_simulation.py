@@ -229,7 +229,9 @@ def first_findings(traffic: Traffic, *, is_switchback: bool, every: int) -> Find
     """Look after every `every` requests, once each arm has had one before."""
     moments = looks(traffic, every)
     has_all = (moments.sums[..., ratio.COUNT] > 0.0).all(1)
-    begin = int(np.argmax(has_all)) + 1 if has_all.any() else len(has_all)
+    begin = int(np.argmax(has_all)) + 1
+    if begin == len(has_all) or not has_all.any():
+        return Finding(None, None, None)
     moments = ratio.Moments(moments.sums[begin:], moments.second[begin:])
     numbers = every * np.arange(begin + 1, len(has_all) + 1)
     covariates = ratio.LENGTHS if is_switchback else ratio.COVARIATES
