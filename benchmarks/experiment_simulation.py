@@ -77,11 +77,6 @@ def requests(rng: np.random.Generator, num: int, noise: float) -> Floats:
     return np.stack([np.ones(num), seconds, output, prompt, output, load, load * output], axis=1)
 
 
-def steady(rng: np.random.Generator, num: int) -> Floats:
-    """Nothing but the noise that every request has."""
-    return np.ones(num)
-
-
 def pareto(index: float) -> Times:
     """Factors with mean 1 and a tail that falls with the power `index`: below 2 their variance is infinite."""
 
@@ -99,12 +94,20 @@ def outage(rng: np.random.Generator, num: int) -> Floats:
     return factors
 
 
-def drift(rng: np.random.Generator, num: int) -> Floats:
-    """A service that becomes slower all the time, to a fifth of its speed at the end."""
-    return np.exp(np.linspace(0.0, math.log(5.0), num))
+def drift(begin: float, end: float) -> Times:
+    """A service that becomes slower or faster all the time."""
+
+    def factors(_: np.random.Generator, num: int) -> Floats:
+        return np.geomspace(begin, end, num)
+
+    return factors
 
 
-def by_request(shares: tuple[float, ...], noise: float = 0.3, times: Times = steady) -> Draw:
+STEADY = drift(1.0, 1.0)
+"""Nothing but the noise that every request has."""
+
+
+def by_request(shares: tuple[float, ...], noise: float = 0.3, times: Times = STEADY) -> Draw:
     """Requests that fall to arms by these shares of the traffic."""
 
     def draw(rng: np.random.Generator, num: int, effect: float) -> Traffic:
@@ -169,7 +172,7 @@ TROUBLES: tuple[tuple[str, Times], ...] = (
     ("Pareto tail 2.5", pareto(2.5)),
     ("Pareto tail 1.8", pareto(1.8)),
     ("outage of 50 requests", outage),
-    ("drift to 5 times", drift),
+    ("drift to 5 times", drift(1.0, 5.0)),
 )
 SCENARIOS = (
     Scenario("requests, 30 % noise", by_request(EVEN)),
@@ -226,7 +229,9 @@ def first_findings(traffic: Traffic, *, is_switchback: bool, every: int) -> Find
     """Look after every `every` requests, once each arm has had one before."""
     moments = looks(traffic, every)
     has_all = (moments.sums[..., ratio.COUNT] > 0.0).all(1)
-    begin = int(np.argmax(has_all)) + 1 if has_all.any() else len(has_all)
+    begin = int(np.argmax(has_all)) + 1
+    if begin == len(has_all) or not has_all.any():
+        return Finding(None, None, None)
     moments = ratio.Moments(moments.sums[begin:], moments.second[begin:])
     numbers = every * np.arange(begin + 1, len(has_all) + 1)
     covariates = ratio.LENGTHS if is_switchback else ratio.COVARIATES

@@ -33,10 +33,13 @@ class Levels(NamedTuple):
 
 
 def levels_of(sheet: Sheet, arms: list[int]) -> Levels | None:
-    """None while an arm has nothing."""
-    moments = sheet.moments()
+    """None while an arm has nothing, or where the sums that were read are not numbers."""
+    with np.errstate(all="ignore"):
+        moments = sheet.moments()
     moments = ratio.Moments(moments.sums[arms], moments.second[arms][:, :, arms])
     if (moments.sums[:, (ratio.COUNT, ratio.TIME, ratio.SIZE)] <= 0.0).any():
+        return None
+    if not (np.isfinite(moments.sums).all() and np.isfinite(moments.second).all()):
         return None
     # A slot's arm makes the queue that its requests meet, so the load is no covariate there.
     is_switchback = isinstance(sheet.definition.allocation, Switchback)
@@ -134,7 +137,8 @@ def finite(value: float) -> float | None:
 
 def _effect(levels: ratio.Levels, arm: int, against: int, alpha: float, scale: float) -> tuple[Effect, float]:
     """The speed of an arm against another's, and the standard error of the logarithm of their ratio."""
-    estimate, error, freedom = (float(value) for value in ratio.difference(levels, arm, against))
+    with np.errstate(all="ignore"):
+        estimate, error, freedom = (float(value) for value in ratio.difference(levels, arm, against))
     half = float(half_width(error, freedom, alpha=alpha, scale=scale))
     low, high = math.exp(min(-estimate - half, 700.0)), math.exp(min(-estimate + half, 700.0))
     if not math.isfinite(estimate) or not math.isfinite(half):

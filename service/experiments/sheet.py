@@ -76,11 +76,15 @@ class Sheet:
         return self._arrays[f"q.{metric}"]
 
     def size(self, arm: int) -> SampleSize:
-        """Of what is kept by group."""
+        """Size of what is kept by group, at least as many units as groups that have something.
+
+        Buckets hold the primary metric alone: a request with one token has a time to first token, and no bucket.
+        """
         observations = self.count(arm, "finished") + self.count(arm, "failed")
+        if not self.definition.is_clustered:
+            return SampleSize(observations, observations)
         buckets = self._arrays["b"][:, arm, ratio.COUNT]
-        units = int(np.count_nonzero(buckets)) if self.definition.is_clustered else observations
-        return SampleSize(observations, units)
+        return SampleSize(observations, int(max(np.count_nonzero(buckets), np.count_nonzero(self.served[arm]))))
 
     def moments(self) -> ratio.Moments:
         """Over clusters: requests, or buckets of units."""

@@ -29,6 +29,8 @@ from service.experiments.statistics.quantile import NUM_GROUPS, bin_of
 from service.experiments.statistics.units import add_unit, merged
 
 NUM_FIELDS = len(ratio.FIELDS)
+MAX_SECONDS = 1e7
+"""Over a hundred days: a clock's fault rather than a request's time, and left out, as infinities and NaN are."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,9 +75,12 @@ class Tally(msgspec.Struct, kw_only=True):
 def metric_terms(metric: Metric, outcome: Outcome) -> tuple[float, float] | None:
     """A finished request's numerator (seconds) and denominator, or None if it has no such metric.
 
-    Every metric is time over something: tokens per second is latency per token, upside down.
+    Every metric is time over something: tokens per second is latency per token, upside down. One infinite time would
+    spoil the sums for good.
     """
     num_tokens = outcome.num_output_tokens
+    if not (abs(outcome.ttft_seconds) <= MAX_SECONDS and abs(outcome.latency_seconds) <= MAX_SECONDS):
+        return None
     if metric == "ttft":
         return (outcome.ttft_seconds, 1.0) if num_tokens >= 1 else None
     if metric == "tpot":

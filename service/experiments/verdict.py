@@ -200,7 +200,7 @@ def _sentence(definition: Definition, comparisons: list[Comparison], arm: str, a
 def _percent(share: float) -> str:
     """Whole per cents, with a decimal where that would hide something."""
     value = 100.0 * share
-    return f"{value:.0f}" if abs(value) >= 9.95 else f"{value:.1f}"
+    return f"{value:.0f}" if abs(value) >= 9.95 else f"{round(value, 1) + 0.0:.1f}"
 
 
 def _mismatch_words(definition: Definition, split: SampleRatio) -> str:

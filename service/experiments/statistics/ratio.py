@@ -9,6 +9,19 @@ Adjustment removes what covariates explain that were fixed before the arm acted:
 regression line, and its mean is read off at the covariates' mean over all arms [Lin, arXiv 1208.2301]: the slopes come
 from the same second moments, so nothing else has to be kept. Because all arms are read at the same mix of requests,
 tokens cancel from the comparison.
+
+Small arms. The delta method takes slopes and variances for known, which a small arm's are not. Two corrections, of no
+weight where arms are large and of one size:
+
+- An arm's level is read off at the mean covariates of all arms, d away from its own mean, and its slopes have errors of
+  their own. With m clusters, covariates' mean square deviation S and residual variance σ², the level's variance is that
+  of a prediction, σ²/m · (1 + d'S⁻¹d), of which the delta method has the 1 alone. d'S⁻¹d is the leverage of the
+  point of prediction, as in HC2 and HC3 [MacKinnon and White 1985]; σ² is taken with m less the parameters fitted.
+- Times are skewed. A small arm that happens to miss the rare slow requests looks faster and more certain at once, and
+  no factor to its own residuals mends that. Arms that differ in speed alone have the same residual variance relative to
+  their level, and the larger arms know it better. A small arm takes the greater of its own and the shared one, as
+  the greater of the robust and the pooled error is advised for small samples [Angrist and Pischke 2009, section 8.1],
+  in the measure in which it is smaller than the largest arm: not at all where it is as large.
 """
 
 from __future__ import annotations
@@ -27,6 +40,9 @@ COVARIATES = (3, 4, 5, 6)
 """All of them: fit for use where a request's own arm cannot have acted on the load it met."""
 LENGTHS = (3, 4)
 """Prompt and output alone. Where an arm holds a whole time slot, the load at arrival is its own doing."""
+
+ROUNDING = 1e-7
+"""Least standard error of a logarithm: below it lies what rounding leaves where all requests take the same time."""
 
 
 class Moments(NamedTuple):
@@ -53,13 +69,14 @@ class Levels(NamedTuple):
 
 
 class _Fit(NamedTuple):
-    """What was fitted in each arm. residual_variance, leverage: (..., arms)."""
+    """The regression of each arm, as far as its error goes. residual_variance, leverage: (..., arms)."""
 
     residual_variance: Floats
-    """Of the mean of residuals, as a share of the level squared."""
+    """Variance of the mean residual, relative to the level squared."""
     leverage: Floats
-    """By how much the slopes' own error adds to that variance, as a share of it."""
+    """Share of that variance which the error of the slopes adds to it."""
     num_fitted: int
+    """Parameters fitted in each arm."""
 
 
 def unadjusted(moments: Moments) -> Levels:
@@ -112,7 +129,7 @@ def difference(levels: Levels, arm: int, control: int) -> tuple[Floats, Floats, 
     covariance = levels.covariance
     variance = covariance[..., arm, arm] + covariance[..., control, control] - 2.0 * covariance[..., arm, control]
     freedom = np.minimum(levels.freedom[..., arm], levels.freedom[..., control])
-    return estimate, np.sqrt(np.maximum(variance, 0.0)), freedom
+    return estimate, np.sqrt(np.maximum(variance, ROUNDING**2)), freedom
 
 
 def _means(moments: Moments) -> tuple[Floats, Floats]:
@@ -152,7 +169,7 @@ def _clusters(moments: Moments) -> Floats:
 
 
 def _residual_variance(own: Floats, covariance: Floats) -> Floats:
-    """Variance of the mean of each arm's residuals, as a share of its level squared: (..., arms).
+    """Variance of each arm's mean residual, relative to its level squared: (..., arms).
 
     own: (..., arms, fields), the gradient of each arm's level by its own means.
     """
@@ -169,11 +186,11 @@ def _levels(log_ratio: Floats, gradient: Floats, covariance: Floats, clusters: F
     freedom = clusters - fit.num_fitted
     inflation = np.sqrt(clusters / np.maximum(freedom, 1.0))
     spread *= inflation[..., :, None] * inflation[..., None, :]
-    # Of one cluster, as a share of the level squared: alike in all arms that differ in speed alone.
+    # The variance of one cluster's residual, relative to the level squared.
     variance = fit.residual_variance * np.square(inflation) * clusters
     shared = (clusters * variance).sum(-1, keepdims=True) / clusters.sum(-1, keepdims=True)
-    lacking = 1.0 - clusters / clusters.max(-1, keepdims=True)
-    cautious = variance + lacking * np.maximum(shared - variance, 0.0)
+    smallness = 1.0 - clusters / clusters.max(-1, keepdims=True)
+    cautious = variance + smallness * np.maximum(shared - variance, 0.0)
     arms = np.arange(num_arms)
     spread[..., arms, arms] += (cautious * (1.0 + fit.leverage) - variance) / clusters
     return Levels(log_ratio, spread, freedom)

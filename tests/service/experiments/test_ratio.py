@@ -127,3 +127,57 @@ def test_one_dominant_unit_leaves_few_degrees_of_freedom() -> None:
     rows[0] *= 1000.0
     levels = ratio.unadjusted(moments(alone(rows, 0), alone(rows, 1)))
     assert 2.0 < levels.freedom[0] < 4.0
+
+
+def test_a_prediction_s_error_has_its_leverage() -> None:
+    """With normal errors the adjusted standard error equals the textbook one of a regression's prediction."""
+    rng = np.random.default_rng(8)
+    arms = []
+    for mean in (10.0, 11.0):
+        rows = np.ones((40, len(ratio.FIELDS)))
+        rows[:, ratio.COVARIATES] = rng.normal(mean, 1.0, (40, 4))
+        rows[:, ratio.TIME] = 10.0 + rows[:, ratio.COVARIATES].sum(1) + rng.normal(0.0, 1.0, 40)
+        arms.append(rows)
+    pooled = np.concatenate(arms)[:, ratio.COVARIATES].mean(0)
+    expected = 0.0
+    for rows in arms:
+        design = np.column_stack([np.ones(40), rows[:, ratio.COVARIATES] - pooled])
+        coefficients, residual, _, _ = np.linalg.lstsq(design, rows[:, ratio.TIME], rcond=None)
+        prediction = np.linalg.inv(design.T @ design)[0, 0] * residual[0] / (40 - 5)
+        expected += prediction / coefficients[0] ** 2
+    _, error, _ = ratio.difference(ratio.adjusted(moments(alone(arms[0], 0), alone(arms[1], 1))), 1, 0)
+    assert float(error) == pytest.approx(np.sqrt(expected), rel=0.05)
+
+
+def test_a_small_arm_is_no_more_certain_than_the_others() -> None:
+    """Fifty steady requests beside 950 that vary get the larger arm's variance, and the larger arm keeps its own."""
+    rng = np.random.default_rng(9)
+    large, small = requests(rng, 950), requests(rng, 50)
+    small[:, ratio.TIME] = 0.05 * small[:, ratio.SIZE] * rng.lognormal(0.0, 0.01, 50)
+    both = ratio.unadjusted(moments(alone(large, 0), alone(small, 1))).covariance
+    effective = [np.square(rows[:, ratio.SIZE].sum()) / np.square(rows[:, ratio.SIZE]).sum() for rows in (large, small)]
+    assert both[1, 1] * effective[1] == pytest.approx(both[0, 0] * effective[0], rel=0.15)
+    twins = ratio.unadjusted(moments(alone(large, 0), alone(large, 1))).covariance
+    assert both[0, 0] == pytest.approx(twins[0, 0], rel=0.01)
+
+
+def test_arms_of_one_size_keep_their_own_variance() -> None:
+    """An arm of steady times stays as certain as it is beside one that varies, if both have as many requests."""
+    rng = np.random.default_rng(10)
+    varied, steady = requests(rng, 500), requests(rng, 500)
+    steady[:, ratio.SIZE] = varied[:, ratio.SIZE]
+    steady[:, ratio.TIME] = 0.05 * steady[:, ratio.SIZE] * rng.lognormal(0.0, 0.01, 500)
+    covariance = ratio.unadjusted(moments(alone(varied, 0), alone(steady, 1))).covariance
+    assert covariance[1, 1] < 0.01 * covariance[0, 0]
+
+
+def test_rounding_is_no_difference() -> None:
+    """Where every request takes the same time, nothing that rounding leaves lies outside the interval."""
+    rng = np.random.default_rng(11)
+    rows = requests(rng, 500)
+    rows[:, ratio.SIZE] = 6.0
+    rows[:, ratio.TIME] = 0.3 + 0.1 / 3.0
+    sample = moments(alone(rows[:470], 0), alone(rows[470:], 1))
+    for levels in (ratio.unadjusted(sample), ratio.adjusted(sample)):
+        estimate, error, _ = ratio.difference(levels, 1, 0)
+        assert abs(float(estimate)) < float(error) < 1e-6

@@ -13,6 +13,11 @@ from service.experiments.tally import Outcome, Request, Tally, record
 from service.experiments.verdict import conclude, report_on
 from tests.service.experiments.traffic import DRAFT, NGRAM, PLAIN, Law, definition, experiment, facts, observe, replaced
 
+RAILS = [
+    {"metric": "ttft", "max_worsening": 0.1},
+    {"metric": "tokens_per_second", "limit": 1.0},
+    {"metric": "error_rate", "max_worsening": 0.1},
+]
 KINDS: list[dict[str, Any]] = [{}, {"unit": "user"}, {"allocation": "adaptive"}, {"allocation": "switchback"}]
 
 
@@ -279,3 +284,76 @@ def test_a_report_is_plain_json() -> None:
         )
         assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
         assert all(math.isfinite(arm.level) for arm in report.arms if arm.level is not None)
+
+
+def alike(per_arm: tuple[int, int], outcome: Outcome, **changes: Any) -> Report:
+    """A report on that many requests an arm, all with the same outcome and each of a user of its own."""
+    chosen, tally, left = experiment(guardrails=RAILS, **changes), Tally(), list(per_arm)
+    for number in range(2000):
+        if not any(left):
+            break
+        known = facts(number, user=f"user-{number}")
+        found = place(chosen, known)
+        if found is not None and left[found.arm] > 0:
+            left[found.arm] -= 1
+            record(tally, chosen.definition, Request(found, [0.5, 0.5], 100, 0.0), outcome)
+    return report_on(chosen, tally)
+
+
+def finished(ttft: float, latency: float, num_tokens: int = 7) -> Outcome:
+    return Outcome(status="finished", num_output_tokens=num_tokens, ttft_seconds=ttft, latency_seconds=latency)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        finished(0.1, 0.3 + 0.1 / 3.0),
+        finished(0.0, 0.0),
+        finished(0.2, 0.1),
+        finished(0.1, 0.1, num_tokens=1),
+        finished(0.1, 1.0, num_tokens=2**62),
+        finished(0.1, 1e200),
+        finished(math.inf, math.inf),
+        finished(math.nan, math.nan),
+        finished(0.0, 5e-324),
+        Outcome(status="failed"),
+    ],
+    ids=["equal", "zero", "backwards", "one token", "many tokens", "endless", "inf", "nan", "tiny", "failed"],
+)
+def test_odd_requests_leave_a_report_of_numbers(kind: dict[str, Any], outcome: Outcome) -> None:
+    """With 0, 1 or many requests an arm, all with the same odd times, a report is plain numbers and names no winner."""
+    for per_arm in ((0, 0), (0, 1), (1, 1), (2, 1), (1, 60), (120, 120)):
+        report = alike(per_arm, outcome, **kind)
+        assert report.decision in {"collecting", "undecided", "broken", "invalid"}, per_arm
+        assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
+
+
+def test_an_endless_time_does_not_spoil_the_others() -> None:
+    """One time that is no number is left out, and what 1,000 other requests show stays the same."""
+    chosen = experiment()
+    tally = observe(chosen, Law(10, (1.0, 0.7)), 1000)
+    before = report_on(chosen, tally).comparisons
+    for seconds in (math.inf, math.nan, 1e300):
+        known = facts(5000)
+        found = place(chosen, known)
+        assert found is not None
+        record(tally, chosen.definition, Request(found, [0.5, 0.5], 100, 0.0), finished(0.1, seconds))
+    assert report_on(chosen, tally).comparisons == before
+
+
+@pytest.mark.parametrize("name", ["m.0.1.1", "s.1.2"])
+def test_sums_that_are_no_numbers_are_not_known(name: str) -> None:
+    """A stored sum that is infinite or NaN leaves the comparison out, and the report still comes."""
+    chosen = experiment()
+    for value in (math.inf, math.nan):
+        tally = observe(chosen, Law(11), 300)
+        tally.sums[name] = value
+        report = report_on(chosen, tally)
+        assert (report.comparisons, report.decision) == ([], "collecting")
+
+
+def test_no_difference_has_no_sign() -> None:
+    """A difference that rounds to nothing reads 0.0, not -0.0."""
+    words = conclude(definition(), 900, compared(("ngram-8", "plain", effect(-1e-9, -0.0, 1e-9))), [], None).words
+    assert "-0.0" not in words
