@@ -23,7 +23,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "medusa": {"method": "medusa", "num_speculative_tokens": 2},
     "medusa, tree": {"method": "medusa", "num_speculative_tokens": 2, "tree_size": 8},
 }
-PROMPTS = ["no no no no no no no no no", "Count: 1, 2, 3, 4,", "Red, green, blue, red, green,"]
+PROMPTS = ["no no no no no no no no no", "Count: 1, 2, 3, 4,"]
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.8, "seed": 7, "min_p": 0.05, "logit_bias": {"28": 2.0}, "min_tokens": 12},
@@ -81,5 +81,5 @@ async def test_a_model_s_guesses_change_no_answer(server: Server, method: str) -
     assert streams == tokens
     guessed = [answer["metrics"]["speculative_decoding"] for answer in alone]
     assert all(counts["num_draft_tokens"] > 0 for counts in guessed)
-    assert sum(counts["num_accepted_tokens"] for counts in guessed) > 0
+    assert sum(counts["num_accepted_draft_tokens"] for counts in guessed) > 0
     await asyncio.to_thread(server.wait_until_idle)
