@@ -58,7 +58,7 @@ async def test_steps_of_the_clock_change_no_answer(
                 await asyncio.sleep(1.5)
         assert server.metric("forerun_engine_restarts_total") == 0
         assert server.metric("forerun_store_up") == 1
-        assert server.metric("forerun_ttft_seconds_sum") < HOUR / 2
     lines = [json.loads(line) for line in server.log().splitlines()]
     assert not [line["event"] for line in lines if line["level"] in {"warning", "error"}]
-    assert all(line["seconds"] < HOUR / 2 for line in lines if line["event"] == "request")
+    assert all(0 <= line["seconds"] < 300 for line in lines if line["event"] == "request")
+    assert all(0 <= line["ttft"] < 300 for line in lines if line["event"] == "generation")

@@ -20,7 +20,7 @@ STREAMS = 20
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_streams_outlive_an_actor_and_the_driver(start_service: StartService, pool: PoolSettings) -> None:  # noqa: F811
+async def test_streams_outlive_an_actor_and_the_driver(start_service: StartService, pool: PoolSettings) -> None:
     """One of two actors is killed under 20 streams, then the driver under 20 more: all bring the same tokens."""
     service = await start_service(pool=pool, wait=False)
     engines = await until_serving(service)
