@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -82,6 +83,10 @@ def reasons(logs: Sequence[Mapping[str, object]], port: int) -> list[str]:
     return [str(entry["reason"]) for entry in refusals if str(entry["address"]).endswith(f":{port}")]
 
 
+def is_refused(logs: Sequence[Mapping[str, object]], port: int) -> bool:
+    return bool(reasons(logs, port))
+
+
 @pytest.mark.slow
 async def test_engines_whose_certificates_are_refused(
     start_service: StartService, start_engine: StartEngine, pool: PoolSettings, certificates: Path
@@ -119,7 +124,7 @@ async def test_fronts_whose_certificates_are_refused(
         bad = tls(certificates, kind) if kind != "plain" else {}
         with capture_logs() as logs:
             front = await start_service(pool=msgspec.structs.replace(pool, **bad), wait=False)
-            await front.until(lambda logs=logs: len(reasons(logs, engine.port)) > 0)
+            await front.until(partial(is_refused, logs, engine.port))
         told = reasons(logs, engine.port)
         assert OF_FRONT[kind] in told[0], told
         assert "secrets differ" not in told[0]

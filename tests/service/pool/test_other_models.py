@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from functools import partial
 
 import msgspec
 import pytest
@@ -32,6 +33,10 @@ async def fronts(start_service: StartService, pool: PoolSettings, model_folder: 
     ]
 
 
+def is_restarted(front: Service, pid: int) -> bool:
+    return front.front.is_ready and front.supervisor.pid != pid
+
+
 async def test_each_serves_with_its_own_engine_and_names_the_other(fronts: list[Service]) -> None:
     """A restarted engine is warmed with what its own model was asked, not with the other's; both logs name it once."""
     with capture_logs() as logs:
@@ -52,7 +57,7 @@ async def test_each_serves_with_its_own_engine_and_names_the_other(fronts: list[
             pid = front.supervisor.pid
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
-            await front.until(lambda front=front, pid=pid: front.front.is_ready and front.supervisor.pid != pid)
+            await front.until(partial(is_restarted, front, pid))
         assert [entry["prefixes"] for entry in logs if entry["event"] == "warm start"] == [1, 1]
         assert len(await fronts[0].front.store.guarded.hot_prefixes(10)) == 2
         assert strangers() == [("first", "second"), ("second", "first")]
