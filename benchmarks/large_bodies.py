@@ -28,6 +28,8 @@ LIVE_PAUSE_SECONDS = 0.005
 SMALL_PAUSE_SECONDS = 0.02
 QUIET_SECONDS = 10.0
 REST_SECONDS = 4.0
+STORM_SECONDS = 5.0
+"""Shortest storm: rounds are repeated for so long, so that there are probes enough."""
 PROMPT_LIMIT_BYTES = 600_000
 """Of the embedded model's context, 8,192 tokens of at most 81 bytes: such a text is looked at."""
 
@@ -147,6 +149,8 @@ async def during(probes: Probes, work: Callable[[], asyncio.Future[object]]) -> 
     probing = asyncio.create_task(probes.run())
     try:
         await work()
+        if probing.done():
+            probing.result()
     finally:
         probing.cancel()
         await asyncio.gather(probing, return_exceptions=True)
@@ -176,14 +180,15 @@ async def measure(num_bodies: int, rounds: int, kinds: Sequence[str], flags: Seq
                     counts[str(response.status)] += 1
 
             async def storm(url: str, data: bytes, counts: Counter[str], peaks: list[float]) -> None:
-                for _ in range(rounds):
+                began = time.perf_counter()
+                while len(peaks) <= rounds or time.perf_counter() < began + STORM_SECONDS:
                     await asyncio.gather(*(send(url, data, counts) for _ in range(num_bodies)))
                     peaks.append(memory_mb(server.pid))
 
             began = time.perf_counter()
             work = storm(server.url + path, body, statuses, peaks)
             await during(probes, lambda work=work: asyncio.ensure_future(work))  # type: ignore[misc]
-            seconds = (time.perf_counter() - began) / rounds
+            seconds = (time.perf_counter() - began) / (len(peaks) - 1)
             await asyncio.sleep(REST_SECONDS)
             storms.append(
                 Storm(
@@ -224,7 +229,7 @@ def main() -> int:
     """Measure, print, write the report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.large_bodies", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--bodies", type=int, default=12, help="bodies at once (default: 12)")
-    parser.add_argument("--rounds", type=int, default=5, help="how often, one after the other (default: 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="how often at least, one after the other (default: 5)")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)} (default: all)")
     parser.add_argument("--forerun-args", default="", metavar="FLAGS", help="flags of the service")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the report there")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import resource
 import socket
 from typing import Any
 
@@ -236,7 +237,7 @@ async def test_no_file_left_is_one_line_a_second(capsys: pytest.CaptureFixture[s
 def test_the_limit_follows_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a setting the limit of connections leaves room for the service's own files; a setting wins."""
     limits = {"now": (1024, 1024)}
-    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: limits["now"])
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits["now"])
     assert connection_limit(ServerSettings(), 1) == 1024 - connections.RESERVED_FILES - connections.FILES_PER_ENGINE
     assert connection_limit(ServerSettings(max_connections=5), 1) == 5
     limits["now"] = (1_000_000, 1_000_000)
@@ -248,8 +249,8 @@ def test_the_limit_follows_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_soft_limit_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """The soft limit of open files becomes the hard one."""
     raised: list[tuple[int, int]] = []
-    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (256, 4096))
-    monkeypatch.setattr(connections.resource, "setrlimit", lambda _, limit: raised.append(limit))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: raised.append(limit))
     connections.raise_file_limit()
     assert raised == [(4096, 4096)]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -113,7 +115,8 @@ def test_a_row_is_chosen_as_if_it_were_alone(params: SamplingParams) -> None:
 def test_a_top_k_above_the_vocabulary_keeps_every_token(top_k: int, vocab_size: int) -> None:
     """In the native and in the torch chooser alike, however large it is and whatever filters come with it."""
     logits = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(1)) * 2
-    for others in ({}, {"top_p": 0.7}, {"min_p": 0.01, "top_p": 0.9}):
+    filters: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.7}, {"min_p": 0.01, "top_p": 0.9})
+    for others in filters:
         rows = rows_of(SamplingParams(top_k=top_k, seed=6, **others), 8)
         expected = sample(logits, rows_of(SamplingParams(top_k=vocab_size, seed=6, **others), 8)).token_ids
         assert sample(logits, rows).token_ids == expected
