@@ -12,6 +12,10 @@ import structlog
 _log = structlog.get_logger("forerun.background")
 
 
+MIN_RETRY_SECONDS = 0.1
+"""Shortest pause after a step that failed, so that one that fails at once does not take the processor."""
+
+
 async def run_forever(name: str, step: Callable[[], Awaitable[object]], pause_seconds: float) -> None:
     """Await `step` again and again, `pause_seconds` apart, until cancelled.
 
@@ -26,11 +30,12 @@ async def run_forever(name: str, step: Callable[[], Awaitable[object]], pause_se
             if repr(error) != failure:
                 _log.exception("background task failed; it goes on", task=name)
             failure = repr(error)
+            await asyncio.sleep(max(pause_seconds, MIN_RETRY_SECONDS))
         else:
             if failure:
                 _log.info("background task works again", task=name)
             failure = ""
-        await asyncio.sleep(pause_seconds)
+            await asyncio.sleep(pause_seconds)
 
 
 def start_task(name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
