@@ -228,7 +228,7 @@ def _earlier_in_cluster(flat: Floats, cluster: Ints) -> Floats:
 def first_findings(traffic: Traffic, *, is_switchback: bool, every: int) -> Finding:
     """Look after every `every` requests, once each arm has had one before."""
     moments = looks(traffic, every)
-    has_all = (moments.sums[..., ratio.COUNT] > 0.0).all(1)
+    has_all: npt.NDArray[np.bool_] = np.all(moments.sums[..., ratio.COUNT] > 0.0, axis=1)
     begin = int(np.argmax(has_all)) + 1
     if begin == len(has_all) or not has_all.any():
         return Finding(None, None, None)

@@ -34,6 +34,8 @@ class Levels(NamedTuple):
 
 def levels_of(sheet: Sheet, arms: list[int]) -> Levels | None:
     """None while an arm has nothing, or where the sums that were read are not numbers."""
+    if sheet.damaged:
+        return None
     with np.errstate(all="ignore"):
         moments = sheet.moments()
     moments = ratio.Moments(moments.sums[arms], moments.second[arms][:, :, arms])
@@ -95,10 +97,10 @@ def quantiles_of(sheet: Sheet, arm: int) -> list[Quantiles]:
 
 
 def guardrails_of(sheet: Sheet, arms: list[int]) -> list[GuardrailReport]:
-    """Every guardrail for every arm but the first, and the exactness audit for all."""
+    """Every guardrail for every arm but the first, and the exactness audit for all; that alone if sums are damaged."""
     definition = sheet.definition
     reports = []
-    for guardrail in definition.guardrails:
+    for guardrail in () if sheet.damaged else definition.guardrails:
         alpha = definition.significance / (len(definition.guardrails) * (len(arms) - 1))
         for arm in arms[1:]:
             if guardrail.limit is not None:
@@ -113,7 +115,7 @@ def sample_ratio_of(experiment: Experiment, sheet: Sheet) -> SampleRatio | None:
     """Whether units fell to arms as they were to: what loses requests of one arm compares nothing."""
     definition = experiment.definition
     num_arms = len(definition.arms)
-    if isinstance(definition.allocation, Switchback):
+    if sheet.damaged or isinstance(definition.allocation, Switchback):
         return None
     if definition.is_clustered:
         observed = [float(count) for count in units_by_arm(sheet.units, num_arms)]
@@ -205,7 +207,7 @@ def _audit(sheet: Sheet, arm: int) -> GuardrailReport:
         arm=sheet.definition.arms[arm].name,
         metric="audit",
         rule="no audited request gives other tokens than plain decoding",
-        state="breaks" if diverged else "holds",
+        state="breaks" if diverged else "undecided" if sheet.damaged else "holds",
         value=diverged,
         low=diverged,
         high=diverged,

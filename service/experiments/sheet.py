@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -13,9 +15,20 @@ from service.experiments.tally import NUM_FIELDS, Tally, guarded_metrics, num_gr
 
 Floats = npt.NDArray[np.float64]
 
+MAX_COUNT = 2.0**53
+"""Largest sum of ones that a float holds exactly. A sum that counts something and is larger, or below 0, is damaged."""
+MOMENTS = frozenset({"s", "m", "b"})
+"""Kinds of sums that are no counts: they may have any finite value."""
+
 
 class Sheet:
-    """What a tally holds of an experiment, in the shapes that statistics take. Arms as in the definition."""
+    """What a tally holds of an experiment, in the shapes that statistics take. Arms as in the definition.
+
+    Sums that cannot have come from adding requests, such as NaN, are read as 0 and named in `damaged`.
+    """
+
+    damaged: list[str]
+    """Names of the sums that are no numbers, or counts that are impossible. Nothing is compared where there are any."""
 
     def __init__(self, tally: Tally, definition: Definition) -> None:
         self._tally = tally
@@ -31,8 +44,12 @@ class Sheet:
             "v": np.zeros(num_arms),
         }
         arrays |= {f"q.{metric}": np.zeros((num_arms, groups, NUM_BINS)) for metric in guarded_metrics(definition)}
+        self.damaged = []
         for name, amount in tally.sums.items():
             kind, *index = name.split(".")
+            if not (math.isfinite(amount) if kind in MOMENTS else 0.0 <= amount <= MAX_COUNT):
+                self.damaged.append(name)
+                continue
             if kind == "q":
                 kind = f"q.{index.pop(0)}"
             if kind in arrays:
@@ -65,11 +82,14 @@ class Sheet:
         return self._arrays["v"]
 
     def count(self, arm: int, what: str) -> int:
-        return int(self._tally.count(arm, what))
+        return self._whole(f"n.{arm}.{what}")
 
     def seen(self, what: str) -> int:
         """Requests "considered", "matched" or "assigned"."""
-        return int(self._tally.sums.get(f"c.{what}", 0.0))
+        return self._whole(f"c.{what}")
+
+    def _whole(self, name: str) -> int:
+        return 0 if name in self.damaged else int(self._tally.sums.get(name, 0.0))
 
     def bins(self, metric: Metric) -> Floats:
         """(arms, groups, bins)."""

@@ -91,9 +91,12 @@ def report_on(experiment: Experiment, tally: Tally) -> Report:
 
 
 def _seen_warnings(sheet: Sheet) -> list[str]:
-    """What the traffic shows to be a mistake in the definition."""
+    """What the traffic shows to be a mistake in the definition, and what of the stored sums is damaged."""
     considered, matched, assigned = (sheet.seen(what) for what in ("considered", "matched", "assigned"))
     warnings = []
+    if sheet.damaged:
+        names = ", ".join(sheet.damaged[:3]) + (", …" if len(sheet.damaged) > 3 else "")
+        warnings.append(f"stored sums are damaged ({names}): nothing is compared")
     if considered >= 100 and matched == 0:
         warnings.append(f"filter matches none of the {considered:,} requests so far")
     if matched >= 100 and assigned == 0:

@@ -53,7 +53,7 @@ def quantile(counts: Floats, probability: float, *, alpha: float, size: SampleSi
     counts: (groups, bins), weighted; one group if observations are independent and weigh the same.
     """
     total = counts.sum()
-    if total <= 0.0:
+    if total <= 0.0 or size.observations <= 0.0:
         return Quantile(math.nan, Interval(0.0, math.inf))
     cumulative = counts.sum(0).cumsum() / total
     at = int(np.searchsorted(cumulative, probability - 1e-12))

@@ -7,7 +7,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from service.experiments.commands import experiment_command, report_command
@@ -16,7 +15,7 @@ from service.experiments.manager import Experiments
 from service.experiments.store import MemoryExperimentStore
 from service.pool.settings import TenantSettings
 from tests.service.conftest import StartService
-from tests.service.experiments.test_handlers import errors
+from tests.service.experiments.test_handlers import application
 from tests.service.experiments.test_manager import drive, look
 from tests.service.experiments.traffic import Law, body
 
@@ -37,7 +36,7 @@ speculation = { method = "ngram", num_speculative_tokens = 8 }
 
 @pytest.fixture
 async def server() -> AsyncIterator[TestServer]:
-    app = web.Application(middlewares=[errors])
+    app = application()
     setup(app, Experiments(MemoryExperimentStore()))
     found = TestServer(app)
     await found.start_server()

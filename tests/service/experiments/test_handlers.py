@@ -8,11 +8,14 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from aiohttp.typedefs import Handler
 
+from service.context import FRONT
 from service.errors import ApiError
 from service.experiments.handlers import EXPERIMENTS, setup
 from service.experiments.manager import Experiments, Served
 from service.experiments.store import MemoryExperimentStore
+from service.front import Front
 from service.request_handler import error_response
+from service.settings import Settings
 from tests.service.experiments.test_manager import drive
 from tests.service.experiments.traffic import Law, body
 
@@ -27,9 +30,16 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return error_response(error)
 
 
+def application() -> web.Application:
+    """An application that has what reading a body needs: the front's limits, deadlines and budget."""
+    app = web.Application(middlewares=[errors])
+    app[FRONT] = Front(Settings())
+    return app
+
+
 @pytest.fixture
 async def client() -> AsyncIterator[Client]:
-    app = web.Application(middlewares=[errors])
+    app = application()
     served = Served(methods=frozenset({"none", "ngram"}), models=["m"])
     setup(app, Experiments(MemoryExperimentStore(), served=lambda: served))
     async with TestClient(TestServer(app)) as found:

@@ -342,15 +342,48 @@ def test_an_endless_time_does_not_spoil_the_others() -> None:
     assert report_on(chosen, tally).comparisons == before
 
 
-@pytest.mark.parametrize("name", ["m.0.1.1", "s.1.2"])
-def test_sums_that_are_no_numbers_are_not_known(name: str) -> None:
-    """A stored sum that is infinite or NaN leaves the comparison out, and the report still comes."""
+DAMAGED = [
+    *(
+        (name, value)
+        for name in (
+            "m.0.1.1",
+            "s.1.2",
+            "n.0.analysed",
+            "n.1.finished",
+            "n.1.diverged",
+            "c.matched",
+            "x.0",
+            "v.1",
+            "e.0.0",
+        )
+        for value in (math.inf, -math.inf, math.nan)
+    ),
+    ("n.0.analysed", -1.0),
+    ("n.1.finished", 1e300),
+    ("v.1", -1e9),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), DAMAGED)
+def test_sums_that_are_no_numbers_are_not_known(name: str, value: float) -> None:
+    """A stored sum that is no number, or an impossible count, leaves the comparison out, and the report says so."""
+    chosen = experiment(guardrails=[{"metric": "error_rate", "limit": 0.5}])
+    tally = observe(chosen, Law(11), 300)
+    assert report_on(chosen, tally).comparisons
+    tally.sums |= {"n.1.audited": 5.0, name: value}
+    report = report_on(chosen, tally)
+    assert (report.comparisons, report.decision, report.sample_ratio) == ([], "collecting", None)
+    assert [(rule.metric, rule.state) for rule in report.guardrails] == [("audit", "undecided")]
+    assert report.warnings == [f"stored sums are damaged ({name}): nothing is compared"]
+    assert b"NaN" not in msgspec.json.encode(report)
+
+
+def test_a_divergence_counts_beside_damaged_sums() -> None:
+    """An audited request with other tokens ends the experiment, whatever else is stored."""
     chosen = experiment()
-    for value in (math.inf, math.nan):
-        tally = observe(chosen, Law(11), 300)
-        tally.sums[name] = value
-        report = report_on(chosen, tally)
-        assert (report.comparisons, report.decision) == ([], "collecting")
+    tally = observe(chosen, Law(11), 300)
+    tally.sums |= {"n.1.audited": 5.0, "n.1.diverged": 1.0, "n.0.finished": math.nan}
+    assert report_on(chosen, tally).decision == "broken"
 
 
 def test_no_difference_has_no_sign() -> None:
