@@ -44,7 +44,7 @@ def _text(unit: str) -> Make:
 
 def _messages(size: int) -> tuple[str, bytes]:
     message = {"role": "user", "content": ""}
-    return CHAT, json.dumps({"messages": [message] * (size // (len(json.dumps(message)) + 2))}).encode()
+    return CHAT, json.dumps({"messages": [message] * ((size - 64) // (len(json.dumps(message)) + 2))}).encode()
 
 
 def _prediction(size: int) -> tuple[str, bytes]:
@@ -53,11 +53,11 @@ def _prediction(size: int) -> tuple[str, bytes]:
 
 
 def _texts(size: int) -> tuple[str, bytes]:
-    return TEXT, json.dumps({"prompt": ["a"] * (size // 5)}).encode()
+    return TEXT, json.dumps({"prompt": ["a"] * ((size - 64) // 5)}).encode()
 
 
 def _id_lists(size: int) -> tuple[str, bytes]:
-    return TEXT, json.dumps({"prompt": [[1]] * (size // 5)}, separators=(",", ":")).encode()
+    return TEXT, json.dumps({"prompt": [[1]] * ((size - 64) // 5)}, separators=(",", ":")).encode()
 
 
 KINDS: dict[str, Make] = {

@@ -8,24 +8,30 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from aiohttp import web
 
-from service.body_budget import Hold
+from service.body_budget import SMALL_BODY_BYTES, Hold
+from service.body_outline import OPERATOR_BOUNDS, check_outline
 from service.connections import connection_of
 from service.context import FRONT
 from service.errors import ApiError
 
-SMALL_BODY_BYTES = 64 * 1024
-"""A body that announces at most so much never waits: the limit of connections bounds what all of them hold."""
-
 
 async def read_body(request: web.Request) -> bytes:
-    """The whole body of a request. Raises `ApiError`: 413, 408, 503; `RequestPayloadError` for a wrong encoding."""
+    """The whole body of an operator's request, few enough values to be decoded at once.
+
+    Raises `ApiError`: 400, 413, 408, 503; `RequestPayloadError` for a wrong encoding.
+    """
     async with received_body(request) as body:
+        if len(body) > SMALL_BODY_BYTES:
+            await asyncio.to_thread(check_outline, body, OPERATOR_BOUNDS)
         return body
 
 
 @asynccontextmanager
 async def received_body(request: web.Request) -> AsyncIterator[bytes]:
-    """The whole body of a request, with its room in the budget. Raises as `read_body` does."""
+    """The whole body of a request, with its room in the budget.
+
+    Raises `ApiError`: 413, 408, 503; `RequestPayloadError` for a wrong encoding.
+    """
     front = request.app[FRONT]
     most = front.max_body_bytes
     announced = request.content_length

@@ -7,6 +7,8 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+SMALL_BODY_BYTES = 64 * 1024
+"""A body that announces at most so much never waits: the limit of connections bounds what all of them hold."""
 GRACE_SECONDS = 5.0
 """A body that has been arriving for longer is given up when another one waits for its room."""
 RETRY_SECONDS = 0.5

@@ -16,6 +16,7 @@ import asyncio
 import errno
 import resource
 import socket
+import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import Any, cast
@@ -23,6 +24,7 @@ from typing import Any, cast
 import structlog
 from aiohttp import web
 
+from service.body_budget import SMALL_BODY_BYTES
 from service.errors import ApiError
 from service.request_handler import FIXED_HEADERS, RequestHandler
 from service.settings import ServerSettings
@@ -44,6 +46,9 @@ STALL_GRACE_SECONDS = 2.0
 """How much later than `stall_seconds` a connection is ended here: who writes a stream ends it first, and counts it."""
 DISCARD_SECONDS = 5.0
 """How long the rest of a body that nobody wants is read and discarded, so that its client can read the answer."""
+
+CONTROL_BYTES_PER_SECOND = 32
+"""Bytes of pings and pongs that a WebSocket may receive without their counting as part of a message."""
 
 NEVER_SECONDS = 86_400.0
 """Keep-alive time of aiohttp's own timer, which the deadlines here replace."""
@@ -102,7 +107,15 @@ class LogThrottle:
 class ConnectionTable:
     """All client connections of a service, by state."""
 
-    def __init__(self, settings: ServerSettings, max_open: int, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        max_open: int,
+        loop: asyncio.AbstractEventLoop,
+        max_message_bytes: int = sys.maxsize,
+    ) -> None:
+        self.max_message_bytes = max_message_bytes
+        """Most bytes of large WebSocket messages that are arriving at a time."""
         self.max_open = max_open
         self.num_open = 0
         self.ended: Counter[str] = Counter()
@@ -113,10 +126,14 @@ class ConnectionTable:
         self._quiet: OrderedDict[Connection, float] = OrderedDict()
         self._receiving: OrderedDict[Connection, float] = OrderedDict()
         self._ending: OrderedDict[Connection, float] = OrderedDict()
+        self._arriving: OrderedDict[Connection, float] = OrderedDict()
+        """WebSockets on which a large message has begun to arrive."""
+        self._num_message_bytes = 0
         self._queues = (self._speechless, self._idle, self._quiet, self._receiving)
         self._deadlines = (
             (self._speechless, settings.header_seconds, "header_timeout"),
             (self._idle, settings.idle_seconds, "idle"),
+            (self._arriving, settings.body_seconds, "message_timeout"),
             (self._ending, LINGER_SECONDS, ""),
         )
         self._stall_seconds = settings.stall_seconds + STALL_GRACE_SECONDS
@@ -136,6 +153,7 @@ class ConnectionTable:
         self.num_open -= 1
         if connection is not None:
             self.set_busy(connection)
+            self.set_arrived(connection)
             self._ending.pop(connection, None)
             self._stalled.pop(connection, None)
 
@@ -164,6 +182,23 @@ class ConnectionTable:
 
     def set_flowing(self, connection: Connection) -> None:
         self._stalled.pop(connection, None)
+
+    def note_arriving(self, connection: Connection, num_new: int) -> None:
+        """More bytes of a large message have arrived. The one that began first is ended if all are too many."""
+        if connection not in self._arriving:
+            self._arriving[connection] = self._loop.time()
+            num_new = connection.num_arrived
+        self._num_message_bytes += num_new
+        while self._num_message_bytes > self.max_message_bytes and len(self._arriving) > 1:
+            self._end(next(iter(self._arriving)), "evicted", TRY_AGAIN_LATER)
+
+    def is_arriving(self, connection: Connection) -> bool:
+        return connection in self._arriving
+
+    def set_arrived(self, connection: Connection) -> None:
+        """The message is whole, or nobody waits for it any more."""
+        if self._arriving.pop(connection, None) is not None:
+            self._num_message_bytes -= connection.num_arrived
 
     def evict(self) -> bool:
         """End the connection that is missed least, to make room for another; False if all are busy."""
@@ -204,7 +239,8 @@ class ConnectionTable:
                 if now - since < seconds:
                     break
                 has_begun = queue is self._speechless and connection.has_head_begun
-                self._end(connection, reason, HEADER_TIMEOUT if has_begun else b"")
+                farewell = TRY_AGAIN_LATER if queue is self._arriving else HEADER_TIMEOUT if has_begun else b""
+                self._end(connection, reason, farewell)
         for connection, (since, num_bytes) in list(self._stalled.items()):
             if now - since >= self._stall_seconds:
                 left = connection.num_unsent
@@ -217,6 +253,7 @@ class ConnectionTable:
     def _end(self, connection: Connection, reason: str, farewell: bytes) -> None:
         """Close a connection, behind some last bytes if there are any. It is counted until its socket is closed."""
         self.set_busy(connection)
+        self.set_arrived(connection)
         self._ending.pop(connection, None)
         self._stalled.pop(connection, None)
         if reason:
@@ -229,7 +266,7 @@ class ConnectionTable:
 class Connection(RequestHandler):
     """The protocol of one connection, which tells a `ConnectionTable` what state it is in."""
 
-    __slots__ = ("_is_discarding", "_socket", "_table", "has_head_begun")
+    __slots__ = ("_is_discarding", "_message_since", "_socket", "_table", "has_head_begun", "num_arrived")
 
     def __init__(self, table: ConnectionTable, server: web.Server, **options: Any) -> None:
         super().__init__(server, **options)
@@ -237,6 +274,10 @@ class Connection(RequestHandler):
         self._socket: asyncio.Transport | None = None
         self._is_discarding = False
         """Whether what arrives is the rest of a body that was answered already."""
+        self._message_since: float | None = None
+        """When the last message of a WebSocket was whole; None where this is no WebSocket."""
+        self.num_arrived = 0
+        """Bytes of a WebSocket that came since."""
         self.has_head_begun = False
         """Whether part of a request's head has arrived, where no whole one has."""
 
@@ -259,7 +300,9 @@ class Connection(RequestHandler):
     def data_received(self, data: bytes) -> None:
         num_requests = self._request_count
         super().data_received(data)
-        if self._request_count != num_requests:
+        if self._message_since is not None:
+            self._note_part(len(data), self._message_since)
+        elif self._request_count != num_requests:
             self.set_busy()
         elif data and self._current_request is None and not (self.has_head_begun or self._is_discarding or self._close):
             self.has_head_begun = True
@@ -300,6 +343,18 @@ class Connection(RequestHandler):
         """This is a WebSocket on which nothing runs."""
         if self._socket is not None:
             self._table.set_quiet(self)
+
+    def note_message(self) -> None:
+        """A WebSocket has begun, or a message on it is whole."""
+        self._table.set_arrived(self)
+        self._message_since, self.num_arrived = asyncio.get_running_loop().time(), 0
+
+    def _note_part(self, num_bytes: int, since: float) -> None:
+        self.num_arrived += num_bytes
+        seconds = asyncio.get_running_loop().time() - since
+        is_large = self.num_arrived > SMALL_BODY_BYTES + CONTROL_BYTES_PER_SECOND * seconds
+        if is_large or self._table.is_arriving(self):
+            self._table.note_arriving(self, num_bytes)
 
     def end(self, farewell: bytes) -> None:
         """Close now, or when the last bytes are sent."""

@@ -96,7 +96,7 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
         if isinstance(error, ConnectionError) and has_left(request):
             raise
         _log.exception("handler failed", path=cut(request.path, MAX_LOGGED_PATH))
-        failure = ApiError.internal()
+        failure = ApiError.of(error)
     if request.writer.output_size > 0:
         # A second head would be read as part of the first response's body, or as a frame of a WebSocket.
         drop(request)

@@ -74,6 +74,15 @@ class ApiError(Exception):
         """500: a mistake of ours; the log has it under the request's id."""
         return cls(500, "forerun made a mistake; its log has the details under this request's id", type="server_error")
 
+    @classmethod
+    def of(cls, error: Exception) -> ApiError:
+        """What a client is told of any exception: itself, 503 where memory has run out, else a mistake of ours."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, MemoryError):
+            return cls.unavailable("no memory is left for this request; try again shortly", "out_of_memory")
+        return cls.internal()
+
     def encode(self) -> bytes:
         """The body as JSON."""
         return msgspec.json.encode(ErrorEnvelope(self.body))

@@ -9,7 +9,9 @@ import structlog
 from aiohttp import web
 
 from service.answer import Answer
-from service.bodies import SMALL_BODY_BYTES, received_body
+from service.bodies import received_body
+from service.body_budget import SMALL_BODY_BYTES
+from service.body_outline import OutlineBounds, chat_bounds, check_outline, completion_bounds
 from service.choice import ChoiceDelta
 from service.context import ARRIVED_AT, FRONT
 from service.errors import ApiError
@@ -52,9 +54,16 @@ async def _parsed(request: web.Request, request_type: type[RequestT]) -> Request
     """The body of a request, of which no more than what it says is kept. A large one is parsed in a thread."""
     async with received_body(request) as body:
         if len(body) > SMALL_BODY_BYTES:
-            parse = partial(parse_body, body, request_type)
-            return await request.app[FRONT].long_texts.run(len(body), parse)
+            front = request.app[FRONT]
+            bounds_of = chat_bounds if request_type is ChatCompletionRequest else completion_bounds
+            bounds = bounds_of(front.model.context_length, front.settings.limits)
+            return await front.long_texts.run(len(body), partial(_parse_large, body, request_type, bounds))
         return parse_body(body, request_type)
+
+
+def _parse_large(body: bytes, request_type: type[RequestT], bounds: OutlineBounds) -> RequestT:
+    check_outline(body, bounds)
+    return parse_body(body, request_type)
 
 
 def wants_usage(body: GenerationBody) -> bool:
@@ -101,7 +110,7 @@ async def _respond_in_events(
             _log.warning("stream broken off", reason=str(error))
         else:
             _log.exception("stream failed", generation=generation_id)
-        await events.send([(error if isinstance(error, ApiError) else ApiError.internal()).encode()])
+        await events.send([ApiError.of(error).encode()])
     await events.end()
 
 

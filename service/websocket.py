@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 import uuid
-from typing import Annotated
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, TypeVar
 
 import msgspec
 import structlog
@@ -13,6 +17,8 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from msgspec import UNSET, Meta, UnsetType
 
 from service.answer import Answer, Closing
+from service.body_budget import SMALL_BODY_BYTES
+from service.body_outline import OutlineBounds, chat_bounds, check_outline, completion_bounds
 from service.choice import ChoiceDelta
 from service.connections import connection_of
 from service.context import FRONT, check_origin
@@ -26,6 +32,7 @@ from service.schema import ChatCompletionRequest, CompletionRequest
 from service.validation import parse_body
 
 Id = Annotated[str, Meta(min_length=1, max_length=128)]
+Result = TypeVar("Result")
 PING_SECONDS = 30.0
 PROTOCOL = "forerun"
 """What clients that must offer a subprotocol offer."""
@@ -156,9 +163,13 @@ class Conversation:
     async def run(self) -> None:
         """Read messages until the client is gone."""
         self._note_state()
+        if self._connection is not None:
+            self._connection.note_message()
         async with asyncio.TaskGroup() as tasks:
             try:
                 async for message in self._socket:
+                    if self._connection is not None:
+                        self._connection.note_message()
                     if message.type in {WSMsgType.TEXT, WSMsgType.BINARY}:
                         data = message.data.encode() if message.type is WSMsgType.TEXT else message.data
                         await self._handle(data, tasks)
@@ -178,11 +189,14 @@ class Conversation:
     async def _handle(self, data: bytes, tasks: asyncio.TaskGroup) -> None:
         message_id: str | None = None
         try:
-            tree = parse_body(data, Incoming)
+            large = len(data) > SMALL_BODY_BYTES
+            bounds = self._bounds() if large else None
+            tree = await self._parsed(data, partial(_parse_incoming, data, bounds and bounds[0]))
             message_id = tree.id
             match tree.type:
                 case "generate":
-                    self._start(parse_body(data, Generate), tasks)
+                    work = partial(_parse_generate, data, bounds and bounds[1])
+                    self._start(*await self._parsed(data, work), tasks)
                 case "cancel":
                     if (running := self._running.get(parse_body(data, Cancel).id)) is not None:
                         running.cancel()
@@ -190,17 +204,28 @@ class Conversation:
                     raise ApiError.invalid("type", f"type is {shorten(tree.type)}; it must be 'generate' or 'cancel'")
         except ApiError as error:
             await self._send(Failed(id=message_id, error=error.body))
-        except Exception:  # noqa: BLE001 - other generations of the socket go on
+        except Exception as error:  # noqa: BLE001 - other generations of the socket go on
             _log.exception("message failed")
-            await self._send(Failed(id=message_id, error=ApiError.internal().body))
+            await self._send(Failed(id=message_id, error=ApiError.of(error).body))
 
-    def _start(self, message: Generate, tasks: asyncio.TaskGroup) -> None:
+    async def _parsed(self, data: bytes, parse: Callable[[], Result]) -> Result:
+        """What `parse` makes of a message: of a large one as of a large body, in a thread and within the budget."""
+        if len(data) <= SMALL_BODY_BYTES:
+            return parse()
+        async with self._front.bodies.hold(len(data)):
+            return await self._front.long_texts.run(len(data), parse)
+
+    def _bounds(self) -> tuple[OutlineBounds, OutlineBounds]:
+        """What a large message may consist of: in either request, and in one for a completion."""
+        context, limits = self._front.model.context_length, self._front.settings.limits
+        return chat_bounds(context, limits), completion_bounds(context, limits)
+
+    def _start(self, message: Generate, body: GenerationBody, tasks: asyncio.TaskGroup) -> None:
         if message.id in self._running:
             raise ApiError.invalid("id", f"id {message.id!r} is in use on this socket; choose another")
         most = self._front.settings.limits.max_socket_requests
         if len(self._running) >= most:
             raise ApiError.overloaded(f"{most} generations run on this socket; wait for one to end, or cancel it")
-        body = read_body(message.request)
         self._running[message.id] = Running(tasks.create_task(self._serve(message.id, body)))
         self._note_state()
 
@@ -214,9 +239,9 @@ class Conversation:
         except ApiError as error:
             _log.info("generation failed", generation=generation_id, status=error.status, reason=str(error))
             await self._send(Failed(id=message_id, error=error.body))
-        except Exception:  # noqa: BLE001 - other generations of the socket go on
+        except Exception as error:  # noqa: BLE001 - other generations of the socket go on
             _log.exception("generation failed", generation=generation_id)
-            await self._send(Failed(id=message_id, error=ApiError.internal().body))
+            await self._send(Failed(id=message_id, error=ApiError.of(error).body))
         finally:
             del self._running[message_id]
             self._note_state()
@@ -279,8 +304,25 @@ class Running:
             self._answer.abort()
 
 
-def read_body(raw: msgspec.Raw) -> GenerationBody:
-    """The request inside a `generate` message; logprobs of the tokens themselves are always wanted."""
+def _parse_incoming(data: bytes, bounds: OutlineBounds | None) -> Incoming:
+    """The kind of a message. `bounds` are given for a large one."""
+    if bounds is not None:
+        either = replace(bounds, max_separators=sys.maxsize)  # as many token ids as a completion may have
+        check_outline(data, either)
+    return parse_body(data, Incoming)
+
+
+def _parse_generate(data: bytes, bounds: OutlineBounds | None) -> tuple[Generate, GenerationBody]:
+    """A message that starts a generation, and the request in it."""
+    message = parse_body(data, Generate)
+    return message, read_body(message.request, bounds)
+
+
+def read_body(raw: msgspec.Raw, completion_bounds: OutlineBounds | None = None) -> GenerationBody:
+    """The request inside a `generate` message; logprobs of the tokens themselves are always wanted.
+
+    `completion_bounds` are given for a large one.
+    """
     data = bytes(raw)
     kind = parse_body(data, RequestKind)
     is_chat, is_text = (bytes(field) not in {b"", b"null"} for field in (kind.messages, kind.prompt))
@@ -289,6 +331,8 @@ def read_body(raw: msgspec.Raw) -> GenerationBody:
     if is_chat:
         chat = parse_body(data, ChatCompletionRequest)
         return msgspec.structs.replace(chat, logprobs=True)
+    if completion_bounds is not None:
+        check_outline(data, completion_bounds)
     completion = parse_body(data, CompletionRequest)
     return completion if completion.logprobs is not None else msgspec.structs.replace(completion, logprobs=0)
 
