@@ -45,7 +45,7 @@ LOOK_SECONDS = 0.1
 """Between two looks at counts that go back to zero."""
 MAX_GROWTH_MB = 20.0
 MAX_FAULTS = 25
-"""After so many a campaign ends: they repeat one another."""
+"""Faults after which a campaign ends: they repeat one another."""
 FLAGS = ("--max-model-len", "512", "--num-blocks", "256")
 CANARY = {"prompt": "One, two, three,", "max_tokens": 8, "temperature": 0, "speculation": "none"}
 
@@ -209,7 +209,7 @@ async def running_campaign(flags: Sequence[str]) -> AsyncIterator[tuple[ServiceC
 
 
 async def fuzz_service(flags: Sequence[str], seconds: float, seed: int) -> ServiceReport:
-    """Send requests for so long, then look what they left."""
+    """Send requests for `seconds`, then look what they left."""
     requests, messages = all_requests(), list(socket_messages())
     random.Random(seed).shuffle(requests)
     random.Random(seed).shuffle(messages)
@@ -239,7 +239,7 @@ def _repeated(items: Sequence[ItemT]) -> Iterator[ItemT]:
 
 
 async def fuzz_engine(flags: Sequence[str], seconds: float, seed: int) -> EngineReport:
-    """Send messages for so long, then look what they left."""
+    """Send messages for `seconds`, then look what they left."""
     faults: list[Fault] = []
     async with fuzzed_engine(flags) as engine:
         await engine.check()

@@ -29,9 +29,9 @@ SMALL_PAUSE_SECONDS = 0.02
 QUIET_SECONDS = 10.0
 REST_SECONDS = 4.0
 STORM_SECONDS = 5.0
-"""Shortest storm: rounds are repeated for so long, so that there are probes enough."""
+"""Shortest storm: rounds are repeated until then, for enough probes."""
 PROMPT_LIMIT_BYTES = 600_000
-"""Of the embedded model's context, 8,192 tokens of at most 81 bytes: such a text is looked at."""
+"""Bytes of a text that the embedded model's context (8,192 tokens of at most 81 bytes) does not rule out."""
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 Make = Callable[[int], tuple[str, bytes]]
@@ -74,7 +74,7 @@ KINDS: dict[str, Make] = {
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one kind of request, in seconds."""
+    """Latency of one kind of request, in seconds."""
 
     count: int
     median: float
@@ -95,12 +95,12 @@ class Storm(msgspec.Struct, frozen=True, kw_only=True):
     body_bytes: int
     statuses: dict[str, int]
     seconds: float
-    """Of a round, from the first body sent to the last answered."""
+    """Duration of a round, from the first body sent to the last answered."""
     live: Latency
     small: Latency
     peak_mb: float
     memory_mb: float
-    """Of the front, some seconds afterwards."""
+    """Memory of the front some seconds afterwards."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

@@ -57,7 +57,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     answered: int
     """Probes with status 200."""
     quiet_median_seconds: float
-    """Of probes before the sockets were opened."""
+    """Latency of probes before the sockets were opened."""
     median_seconds: float
     worst_seconds: float
     closed_seconds: float | None

@@ -52,7 +52,7 @@ class SoakReport(msgspec.Struct, frozen=True, kw_only=True):
 
     minutes: float
     answers: dict[str, int]
-    """By route and status."""
+    """Numbers of answers by route and status."""
     left: int
     """Streams that their clients left."""
     completion_tokens: int
@@ -60,7 +60,7 @@ class SoakReport(msgspec.Struct, frozen=True, kw_only=True):
     resumed: int
     """Sequences that went on in another engine."""
     memory_mb: list[float]
-    """Of the front, every `LOOK_SECONDS`."""
+    """Memory of the front, every `LOOK_SECONDS`."""
     slope_mb_per_minute: float
     """Least squares over the second half."""
     faults: list[str]

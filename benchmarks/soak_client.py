@@ -74,7 +74,7 @@ class SoakClient:
         self.answers: Counter[tuple[str, int]] = Counter()
         """Answers read to their end, by route and status."""
         self.num_completion_tokens = 0
-        """Of those answers, the generations of sockets included."""
+        """Tokens of answers read to their end, the generations of sockets included."""
         self.num_left: Counter[str] = Counter()
         """Requests that were left before their end, by route."""
         self.num_left_tokens = 0
@@ -92,7 +92,7 @@ class SoakClient:
         return token_ids
 
     async def ask_streamed(self, case: Case, speculation: Any, *, leave_after: float | None = None) -> list[int]:
-        """The same, streamed; the client leaves after so many seconds, if any are given."""
+        """The tokens of a streamed answer; none where the client left after `leave_after` seconds."""
         body = {**_body(case, speculation), "stream": True, "stream_options": {"include_usage": True}}
         tokens: list[int] = []
         try:
@@ -117,7 +117,7 @@ class SoakClient:
         return tokens
 
     async def ask_on_socket(self, case: Case, speculation: Any, *, cancel_after: float | None = None) -> list[int]:
-        """The same on a WebSocket of its own; it is cancelled after so many seconds, if any are given."""
+        """The tokens of a generation on a new WebSocket; none where it was cancelled after `cancel_after` seconds."""
         body = {name: value for name, value in _body(case, speculation).items() if name != "return_token_ids"}
         tokens: list[int] = []
         async with self._session.ws_connect(self._url + SOCKET) as socket:

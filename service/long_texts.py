@@ -13,7 +13,7 @@ from service.errors import ApiError
 from service.memory import MemoryKeeper
 
 LONG_TEXT_BYTES = 16 * 1024
-"""A text of so many characters is tokenized here; what is shorter takes a few milliseconds in any thread."""
+"""Characters from which a text is tokenized here; a shorter one takes a few milliseconds in any thread."""
 
 Result = TypeVar("Result")
 

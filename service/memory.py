@@ -6,7 +6,7 @@ import asyncio
 import ctypes
 
 TRIM_BYTES = 1024 * 1024
-"""After so much text the allocator is asked to give memory back."""
+"""Bytes of text after which the allocator is asked to give memory back."""
 TRIM_PAUSE_SECONDS = 0.5
 
 MMAP_THRESHOLD = -3
@@ -24,7 +24,7 @@ class MemoryKeeper:
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self, num_bytes: int, *, is_idle: bool) -> None:
-        """So much was worked on; whether that was the last for now."""
+        """Count `num_bytes` that were worked on; `is_idle` says that no other work waits."""
         self._num_bytes += num_bytes
         if is_idle and self._num_bytes >= TRIM_BYTES and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TRIM_PAUSE_SECONDS, self._trim)

@@ -10,7 +10,7 @@ from target.errors import CheckpointError
 
 CONFIG_FIELDS = ("quantization_config", "compression_config")
 MODELOPT_FILE = "hf_quant_config.json"
-"""Beside config.json, NVIDIA's ModelOpt says there what it did."""
+"""File beside config.json in which NVIDIA's ModelOpt describes its quantization."""
 SCHEME_FIELDS = (
     "fmt",
     "format",

@@ -159,7 +159,7 @@ def test_control_tokens_are_found_wherever_a_piece_ends(tokenizer: Tokenizer) ->
 
 
 async def test_the_shortest_text_goes_first() -> None:
-    """Of those that wait the shortest is next; one that was given up is passed over; too many are refused."""
+    """The shortest text that waits is next; one that was given up is passed over; too many are refused."""
     texts = LongTexts(max_bytes=20 * LONG_TEXT_BYTES)
     order: list[int] = []
     gate = threading.Event()

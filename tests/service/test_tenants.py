@@ -102,7 +102,7 @@ def test_a_key_s_name_has_no_slash_beside_the_header(tmp_path: Path) -> None:
     ids=["tenant", "operator", "key"],
 )
 def test_a_header_that_decides_is_there_once(keys: TenantSettings, settings: TenantSettings | None, name: str) -> None:
-    """Behind a proxy that appends to what a client sent, the client does not choose which value counts."""
+    """A client whose proxy appends to what it sent does not choose which value counts."""
     tenants = Tenants.load(settings or keys)
     headers = CIMultiDict([("X-Tenant", "alice"), (name, "1"), (name.lower(), "1")])
     with pytest.raises(ApiError, match=f"{name} is there more than once") as caught:

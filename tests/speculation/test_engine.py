@@ -101,7 +101,7 @@ def test_preemption_changes_no_token(shape: str) -> None:
 
 
 def test_streams_go_on_while_a_long_prompt_is_computed() -> None:
-    """Beside the chunks of a more urgent prompt, every decoding sequence yields a token in every step."""
+    """While chunks of a more urgent prompt are computed, every decoding sequence yields a token in every step."""
     run = Run(engine_with(max_num_batched_tokens=8))
     streams = [request_of(name, [i, 1, 2], temperature=1.0, seed=i, max_tokens=30) for i, name in enumerate("abc")]
     for request in streams:

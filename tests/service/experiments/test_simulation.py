@@ -13,7 +13,7 @@ from service.experiments.statistics import ratio
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_looking_often_seldom_cries_wolf(scenario: Scenario) -> None:
-    """Of 80 A/A runs with 50 looks each, at most 5 % ever find a difference, adjusted or not."""
+    """In 80 A/A runs with 50 looks each, at most 5 % ever find a difference, adjusted or not."""
     found = run(scenario, runs=80, samples=500, effect=0.0, seed=1, every=10)
     assert share([one.unadjusted for one in found]) <= 0.05
     assert share([one.adjusted for one in found]) <= 0.05
@@ -24,14 +24,14 @@ SMALL_ARMS = [scenario for scenario in SCENARIOS if scenario.name in {"requests,
 
 @pytest.mark.parametrize("scenario", SMALL_ARMS, ids=lambda scenario: scenario.name)
 def test_a_small_arm_seldom_cries_wolf(scenario: Scenario) -> None:
-    """Of 300 A/A runs of 1,000 requests at most 3 % find a difference, where known slopes would make it over 5 %."""
+    """In 300 A/A runs of 1,000 requests at most 3 % find a difference, where known slopes would make it over 5 %."""
     found = run(scenario, runs=300, samples=1000, effect=0.0, seed=0, every=10)
     assert share([one.unadjusted for one in found]) <= 0.03
     assert share([one.adjusted for one in found]) <= 0.03
 
 
 def test_an_outage_is_not_taken_for_a_difference() -> None:
-    """Of 200 A/A runs at 5/95 at most 3 % blame an arm for 50 slow requests, of which the small arm may get none."""
+    """In 200 A/A runs at 5/95 at most 3 % blame an arm for 50 slow requests, of which the small arm may get none."""
     (scenario,) = (one for one in SCENARIOS if one.name == "outage of 50 requests, 5/95")
     found = run(scenario, runs=200, samples=2000, effect=0.0, seed=0, every=10)
     assert share([one.unadjusted for one in found]) <= 0.03

@@ -50,7 +50,7 @@ UNREADABLE = {
 
 
 async def test_unreadable_documents_hide_no_other() -> None:
-    """Of each kind of damage: what can be read is used, what cannot is named with a reason, once in the log."""
+    """For each kind of damage, what can be read is used, what cannot is named with a reason, once in the log."""
     store = MemoryExperimentStore()
     experiments = front(store)
     await experiments.put_profile("fast", NgramConfig(), make_default=True)
