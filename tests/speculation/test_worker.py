@@ -121,7 +121,7 @@ def pair() -> Iterator[tuple[Worker, socket.socket]]:
 def test_an_output_that_is_too_long_ends_its_sequence_alone(
     pair: tuple[Worker, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step has three outputs, one of which does not fit in a frame: it is refused with a reason, the others arrive."""
+    """The one of three outputs that does not fit in a frame is refused with a reason; the others arrive."""
     worker, front = pair
     monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 1000)
     outputs = [SequenceOutput(request_id=name, token_ids=[1] * count) for name, count in (("a", 9), ("b", 2000))]
