@@ -57,8 +57,8 @@ class Tokenizer:
         self._tokenizer = self._respelled(tree)
         self._bytes: dict[int, bytes] = {}
         self.vocab_size = self._tokenizer.get_vocab_size()
-        ordinary = (token_id for token_id in range(self.vocab_size) if token_id not in self._specials)
-        longest = max((len(self._decode(token_id)) for token_id in ordinary), default=1)
+        vocabulary = self._tokenizer.get_vocab().items()
+        longest = self._decode_token.longest([token for token, i in vocabulary if i not in self._specials])
         longest = max(longest, *(len(word.encode()) for word in ("", *self._specials.values())))
         self.bytes_per_token = bytes_per_token(tree, longest)
         """Most bytes of a client's text that become one token; None where the tokenizer sets no bound."""

@@ -200,8 +200,25 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+class StandardLogs(logging.Handler):
+    """A handler that gives records of the standard library's `logging` to structlog, so that they are JSON lines, too.
+
+    The event is the message, and `logger` the name of the module or library that it is from.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log one record; structlog knows the standard levels only, and others count as the next lower one."""
+        try:
+            level = min(max(record.levelno // 10 * 10, logging.DEBUG), logging.CRITICAL)
+            structlog.get_logger().log(level, record.getMessage(), logger=record.name, exc_info=record.exc_info)
+        except Exception:  # noqa: BLE001  a line that cannot be logged ends nobody, as in `logging`'s own handlers
+            self.handleError(record)
+
+
 def configure_logs(level: str) -> None:
-    """JSON lines on stderr."""
+    """JSON lines on stderr, also from `logging`; its debug lines, thousands for a compilation, are left out."""
+    threshold = logging.getLevelNamesMapping()[level.upper()]
+    logging.basicConfig(handlers=[StandardLogs()], level=max(threshold, logging.INFO), force=True)
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
@@ -209,7 +226,7 @@ def configure_logs(level: str) -> None:
             structlog.processors.format_exc_info,
             structlog.processors.JSONRenderer(),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        wrapper_class=structlog.make_filtering_bound_logger(threshold),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
 

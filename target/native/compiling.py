@@ -61,6 +61,7 @@ def kept_in(cache_dir: Path, entry_point: Callable[..., object]) -> Iterator[boo
     own. A folder that is full, damaged, or not the user's own alone is reported once, and costs a compilation.
     """
     folder = code_folder(cache_dir.absolute() / "native" / _fingerprint())
+    folder.mark_used()
     token = _FOLDER.set(folder)
     try:
         dispatcher: Any = entry_point

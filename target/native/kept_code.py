@@ -11,9 +11,13 @@ import hashlib
 import logging
 import os
 import pickle
+import re
+import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,10 @@ from numba.core.serialize import dumps
 
 DIGEST_BYTES = 32
 SUFFIX = ".code"
+FOLDER_NAME = re.compile(r"[0-9a-f]{16}")
+"""How folders of code are called: by a digest of the sources."""
+UNUSED_SECONDS = 30 * 24 * 3600
+"""After so long without use, code of other versions is removed."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +53,11 @@ class CodeFolder:
         except OSError:
             return False
 
+    def mark_used(self) -> None:
+        """Set the folder's time to now, by which another version sees that this one is in use."""
+        with suppress(OSError):
+            os.utime(self.path)
+
     def read(self, name: str) -> bytes | None:
         """The content kept under `name`; None where there is none. Raises ValueError, OSError where it is unusable."""
         try:
@@ -62,7 +75,9 @@ class CodeFolder:
 
     def write(self, name: str, content: bytes) -> None:
         """Keep `content` under `name`: whole, or not at all. Raises ValueError or OSError."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not self.path.is_dir():
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._remove_unused_siblings()
         self._require_private(self.path, self.path.stat())
         file, temporary = tempfile.mkstemp(prefix=".", dir=self.path)
         try:
@@ -72,6 +87,14 @@ class CodeFolder:
         except BaseException:
             Path(temporary).unlink()
             raise
+
+    def _remove_unused_siblings(self) -> None:
+        """Remove folders of other versions that nobody has used for 30 days; who still does compiles once more."""
+        oldest = time.time() - UNUSED_SECONDS
+        for path in self.path.parent.iterdir():
+            with suppress(OSError):
+                if FOLDER_NAME.fullmatch(path.name) and not path.is_symlink() and path.stat().st_mtime < oldest:
+                    shutil.rmtree(path)
 
     def _require_private(self, path: Path, found: os.stat_result) -> None:
         """Raises ValueError for what another user owns or may change: reading code is running it."""

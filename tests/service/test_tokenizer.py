@@ -100,3 +100,12 @@ def test_a_control_token_outside_the_model_s_vocabulary_keeps_its_id(tmp_path: P
     tokenizer = Tokenizer.load(write_folder(tmp_path, library))
     assert tokenizer.encode("a<|pad|>", parse_special=True)[-1] == library.token_to_id("<|pad|>")
     assert json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"][-1]["content"] == "<|pad|>"
+
+
+@pytest.mark.parametrize("kind", LIBRARY)
+def test_the_longest_token_is_that_of_the_decoded_vocabulary(kind: str) -> None:
+    """Measuring tokens gives what decoding each gives, also where some characters stand for no byte."""
+    decode = TokenDecoder(json.loads(LIBRARY[kind].to_str())["decoder"])
+    vocabulary = list(LIBRARY[kind].get_vocab())
+    for tokens in (vocabulary, [*vocabulary, "語" * 30], ["Ġé"], []):
+        assert decode.longest(tokens) == max((len(decode(token)) for token in tokens), default=1)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -149,3 +152,26 @@ def test_an_error_of_the_reading_thread_ends_the_engine(
     with pytest.raises(RuntimeError, match="a mistake"):
         worker._read()
     assert worker._commands.get_nowait() is None
+
+
+def test_warnings_of_libraries_are_json_lines() -> None:
+    """What target and draft log by the standard library is a line of JSON with level, event and logger."""
+    code = (
+        "import logging\n"
+        "from speculation.worker import configure_logs\n"
+        "configure_logs('info')\n"
+        "log = logging.getLogger('target.native.kept_code')\n"
+        "log.debug('not shown')\n"
+        "log.warning('the folder %s is %d %% full', '/x', 100)\n"
+        "log.log(35, 'a level of its own')\n"
+        "try:\n    1 / 0\nexcept ZeroDivisionError:\n    log.exception('failed')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [(line["level"], line["event"]) for line in lines] == [
+        ("warning", "the folder /x is 100 % full"),
+        ("warning", "a level of its own"),
+        ("error", "failed"),
+    ]
+    assert {line["logger"] for line in lines} == {"target.native.kept_code"}
+    assert "ZeroDivisionError" in lines[2]["exception"]

@@ -155,3 +155,24 @@ def test_the_sampler_s_code_is_kept_in_the_given_folder(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "own")], env=environment, check=True)
     assert [path.name for path in tmp_path.iterdir()] == ["own"]
     assert len(kept_files(tmp_path / "own")) == 1
+
+
+def test_code_of_versions_nobody_uses_is_removed(tmp_path: Path) -> None:
+    """A new version's first write removes folders unused for 30 days; one used since stays, and so does all else."""
+    unused, used, other = (tmp_path / "native" / name for name in ("0" * 16, "1" * 16, "notes"))
+    for path in (unused, used, other):
+        path.mkdir(parents=True)
+        (path / "content").write_text("kept")
+        os.utime(path, (0, 0))
+    CodeFolder(used).mark_used()
+    CodeFolder(tmp_path / "native" / ("2" * 16)).write("name", b"content")
+    assert sorted(path.name for path in (tmp_path / "native").iterdir()) == ["1" * 16, "2" * 16, "notes"]
+
+
+def test_a_start_marks_its_folder_as_used(tmp_path: Path) -> None:
+    """Reading kept code sets the folder's time, so that versions in use are not removed."""
+    call_in(tmp_path)
+    (folder,) = (tmp_path / "native").iterdir()
+    os.utime(folder, (0, 0))
+    assert call_in(tmp_path)
+    assert folder.stat().st_mtime > 0

@@ -147,6 +147,16 @@ def test_gguf_blocks_are_taken_bit_for_bit(tmp_path: Path) -> None:
     assert (packed.norm == np.arange(64)).all()
 
 
+def test_tensors_that_nobody_reads_are_named(tmp_path: Path) -> None:
+    """A GGUF file with one matrix more in each layer is refused by its names: it is a model of another architecture."""
+    blocks = {name: flat(quantise_q4(weight(*shape))) for name, shape in (SHAPES | {"attn_gate": (64, 64)}).items()}
+    path = tmp_path / "model.gguf"
+    write_gguf(path, blocks, flat(quantise_q8(weight(50, 64))), kind=GGMLQuantizationType.Q4_1)
+    names = r"2 tensors have no place .*: blk\.0\.attn_gate\.weight, blk\.1\.attn_gate\.weight;"
+    with pytest.raises(CheckpointError, match=names):
+        list(pack_gguf(path, CONFIG).layers)
+
+
 def test_other_types_are_not_taken_for_q4(tmp_path: Path) -> None:
     """A file whose layers are Q8_0 is declined, and reading it as Q4_1 names tensor and type."""
     blocks = {name: flat(quantise_q8(weight(*shape))) for name, shape in SHAPES.items()}
