@@ -69,7 +69,7 @@ def serve(arguments: Sequence[str]) -> int:
 
 def engine(arguments: Sequence[str]) -> int:
     """Run one engine alone, for fronts that find it in the store."""
-    from service.connections import raise_file_limit
+    from service.file_limit import raise_file_limit
     from service.pool.standalone import run_engine
 
     try:

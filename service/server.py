@@ -11,10 +11,12 @@ from contextlib import suppress
 import structlog
 from aiohttp import web
 
+from service.acceptor import ClientSite, handle_loop_errors
 from service.app import ENGINE_LIFE, ENGINES, create_app
-from service.connections import ClientSite, ConnectionTable, connection_limit, handle_loop_errors, raise_file_limit
+from service.connections import ConnectionTable
 from service.context import FRONT
 from service.engine_client import EngineUnavailableError
+from service.file_limit import connection_limit, raise_file_limit
 from service.front import Front
 from service.hosts import is_loopback
 from service.logs import configure_logs

@@ -13,7 +13,7 @@ from contextlib import suppress
 import msgspec
 import structlog
 
-from service.connections import handle_loop_errors
+from service.acceptor import handle_loop_errors
 from service.engine_link import READ_BYTES
 from service.logs import configure_logs
 from service.pool.address import Address, advertised

@@ -12,8 +12,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from service import connections
-from service.connections import Acceptor, ConnectionTable, LogThrottle, connection_limit, handle_loop_errors
+from service import file_limit
+from service.acceptor import Acceptor, handle_loop_errors
+from service.connections import ConnectionTable, LogThrottle
+from service.file_limit import connection_limit
 from service.settings import LimitSettings, ServerSettings
 from tests.service.conftest import Service, StartService
 
@@ -238,12 +240,12 @@ def test_the_limit_follows_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a setting the limit of connections leaves room for the service's own files; a setting wins."""
     limits = {"now": (1024, 1024)}
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits["now"])
-    assert connection_limit(ServerSettings(), 1) == 1024 - connections.RESERVED_FILES - connections.FILES_PER_ENGINE
+    assert connection_limit(ServerSettings(), 1) == 1024 - file_limit.RESERVED_FILES - file_limit.FILES_PER_ENGINE
     assert connection_limit(ServerSettings(max_connections=5), 1) == 5
     limits["now"] = (1_000_000, 1_000_000)
-    assert connection_limit(ServerSettings(), 1) == connections.MAX_CONNECTIONS
+    assert connection_limit(ServerSettings(), 1) == file_limit.MAX_CONNECTIONS
     limits["now"] = (64, 64)
-    assert connection_limit(ServerSettings(), 1) == connections.MIN_CONNECTIONS
+    assert connection_limit(ServerSettings(), 1) == file_limit.MIN_CONNECTIONS
 
 
 def test_the_soft_limit_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +253,7 @@ def test_the_soft_limit_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     raised: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limit: raised.append(limit))
-    connections.raise_file_limit()
+    file_limit.raise_file_limit()
     assert raised == [(4096, 4096)]
 
 
