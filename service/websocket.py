@@ -230,23 +230,29 @@ class Conversation:
         self._note_state()
 
     async def _serve(self, message_id: str, body: GenerationBody) -> None:
-        """One generation, from `started` to `finished` or `error`."""
+        """One generation, from `started` to `finished` or `error`. With the last message its id is free again."""
+        try:
+            last = await self._outcome(message_id, body)
+        finally:
+            del self._running[message_id]
+            self._note_state()
+        await self._send(last)
+
+    async def _outcome(self, message_id: str, body: GenerationBody) -> Finished | Failed:
+        """Send everything of a generation but its last message, which is returned."""
         origin = Origin(route=self._request.path, headers=self._request.headers, arrived_at=time.perf_counter())
         generation_id = f"ws-{uuid.uuid4().hex}"
         try:
             async with self._front.generate(generation_id, body, origin) as answer:
-                await self._answer(message_id, answer)
+                return await self._answer(message_id, answer)
         except ApiError as error:
             _log.info("generation failed", generation=generation_id, status=error.status, reason=str(error))
-            await self._send(Failed(id=message_id, error=error.body))
+            return Failed(id=message_id, error=error.body)
         except Exception as error:  # noqa: BLE001 - other generations of the socket go on
             _log.exception("generation failed", generation=generation_id)
-            await self._send(Failed(id=message_id, error=ApiError.of(error).body))
-        finally:
-            del self._running[message_id]
-            self._note_state()
+            return Failed(id=message_id, error=ApiError.of(error).body)
 
-    async def _answer(self, message_id: str, answer: Answer) -> None:
+    async def _answer(self, message_id: str, answer: Answer) -> Finished:
         generation, assignment = answer.generation, answer.assignment
         await self._send(
             Started(
@@ -270,7 +276,7 @@ class Conversation:
                             index=delta.index, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason
                         )
                     )
-        await self._send(_finished(message_id, finished, answer.closing))
+        return _finished(message_id, finished, answer.closing)
 
     async def _send(self, message: Outgoing) -> None:
         """Send one message. A client that does not read is dropped; then, as when it left, the reading ends."""

@@ -203,6 +203,17 @@ async def test_an_id_is_used_once_at_a_time(start_service: StartService) -> None
     assert ended == {"a", "b"}
 
 
+async def test_an_id_is_free_with_its_last_message(service: Service) -> None:
+    """A client may use an id again as soon as it has read `finished` or `error` of it, however often."""
+    async with talk_to(service) as talking:
+        for number in range(40):
+            request = {"prompt": "hi", "max_tokens": 1} if number % 2 else {"prompt": ""}
+            await talking.generate("same", request)
+            messages = await talking.until_ended("same")
+            assert messages["same"][-1]["type"] == ("finished" if number % 2 else "error")
+            assert "in use" not in str(messages)
+
+
 async def test_a_dead_engine_is_reported_on_the_socket(service: Service) -> None:
     """What kills engines gets an error in the end, its neighbour all of its tokens, and the same socket serves on."""
     async with talk_to(service) as talk:
