@@ -1,6 +1,6 @@
 """Bodies of the largest size that is accepted, many at once: what small requests notice, and the front's memory.
 
-python -m benchmarks.large_bodies [--bodies 12] [--rounds 5] [--kinds spaces,words] [--json OUT]
+python -m benchmarks.large_bodies [--bodies 12] [--rounds 10] [--kinds spaces,words] [--json OUT]
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from benchmarks import termination
 from benchmarks.forerun_service import serve_command
 from benchmarks.idle import memory_mb
 from benchmarks.machine import Machine, describe_machine
-from benchmarks.server_process import serving
+from benchmarks.probe import Timed, probing
+from benchmarks.server_process import Server, serving
 
-LIVE_PAUSE_SECONDS = 0.005
-SMALL_PAUSE_SECONDS = 0.02
-QUIET_SECONDS = 10.0
+QUIET_SECONDS = 1.0
+"""Time before each storm in which nothing but probes is sent."""
+PAUSE_SECONDS = 0.5
+"""Time after each storm that counts for neither."""
 REST_SECONDS = 4.0
-STORM_SECONDS = 5.0
-"""Shortest storm: rounds are repeated until then, for enough probes."""
+Span = tuple[float, float]
+"""Start and end, by `time.monotonic`."""
 PROMPT_LIMIT_BYTES = 600_000
 """Bytes of a text that the embedded model's context (8,192 tokens of at most 81 bytes) does not rule out."""
 
@@ -95,8 +97,12 @@ class Storm(msgspec.Struct, frozen=True, kw_only=True):
     body_bytes: int
     statuses: dict[str, int]
     seconds: float
-    """Duration of a round, from the first body sent to the last answered."""
+    """Mean duration of a storm, from the first body sent to the last answered."""
+    quiet_live: Latency
+    """Latencies between the storms."""
+    quiet_small: Latency
     live: Latency
+    """Latencies of requests that were under way during a storm."""
     small: Latency
     peak_mb: float
     memory_mb: float
@@ -104,112 +110,73 @@ class Storm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A service at rest, and in each storm."""
+    """A service in storms of large bodies."""
 
     max_body_bytes: int
-    quiet_live: Latency
-    quiet_small: Latency
     memory_mb: float
+    """Memory of the front before the first storm."""
     storms: list[Storm]
     machine: Machine
 
 
-class Probes:
-    """Small requests all the time: /health/live, and completions of one token."""
-
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        self._session = session
-        self._url = url
-        self.live: list[float] = []
-        self.small: list[float] = []
-
-    async def run(self) -> None:
-        await asyncio.gather(self._ask_live(), self._ask_small())
-
-    async def _ask_live(self) -> None:
-        while True:
-            began = time.perf_counter()
-            async with self._session.get(f"{self._url}/health/live") as response:
-                await response.read()
-            self.live.append(time.perf_counter() - began)
-            await asyncio.sleep(LIVE_PAUSE_SECONDS)
-
-    async def _ask_small(self) -> None:
-        body = {"prompt": "Hi", "max_tokens": 1}
-        while True:
-            began = time.perf_counter()
-            async with self._session.post(f"{self._url}{TEXT}", json=body) as response:
-                await response.read()
-            self.small.append(time.perf_counter() - began)
-            await asyncio.sleep(SMALL_PAUSE_SECONDS)
-
-
-async def during(probes: Probes, work: Callable[[], asyncio.Future[object]]) -> None:
-    """Probe as long as `work` takes."""
-    probing = asyncio.create_task(probes.run())
-    try:
-        await work()
-        if probing.done():
-            probing.result()
-    finally:
-        probing.cancel()
-        await asyncio.gather(probing, return_exceptions=True)
-
-
 async def measure(num_bodies: int, rounds: int, kinds: Sequence[str], flags: Sequence[str]) -> Report:
-    """Start a service, probe it at rest and in a storm of each kind."""
+    """Start a service, and probe it at rest and in storms of each kind, in turns."""
     async with (
         serving(serve_command(flags), "/health/ready") as server,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as heavy,
     ):
-        most = await largest_body(heavy, server.url)
+        most = await largest_body(session, server.url)
         await warm_up(session, server.url)
-        quiet = Probes(session, server.url)
-        await during(quiet, lambda: asyncio.ensure_future(asyncio.sleep(QUIET_SECONDS)))
-        quiet_mb = memory_mb(server.pid)
-        storms = []
-        for kind in kinds:
-            path, body = KINDS[kind](most)
-            probes, peaks = Probes(session, server.url), [0.0]
-            statuses: Counter[str] = Counter()
+        memory_before = memory_mb(server.pid)
+        storms = [await measure_kind(kind, most, num_bodies, rounds, session, server) for kind in kinds]
+    return Report(max_body_bytes=most, memory_mb=memory_before, storms=storms, machine=describe_machine())
 
-            async def send(url: str, data: bytes, counts: Counter[str]) -> None:
-                async with heavy.post(url, data=data) as response:
-                    await response.read()
-                    counts[str(response.status)] += 1
 
-            async def storm(url: str, data: bytes, counts: Counter[str], peaks: list[float]) -> None:
-                began = time.perf_counter()
-                while len(peaks) <= rounds or time.perf_counter() < began + STORM_SECONDS:
-                    await asyncio.gather(*(send(url, data, counts) for _ in range(num_bodies)))
-                    peaks.append(memory_mb(server.pid))
+async def measure_kind(
+    kind: str, most: int, num_bodies: int, rounds: int, session: aiohttp.ClientSession, server: Server
+) -> Storm:
+    """Let `num_bodies` arrive at once, again and again, with a rest as long before each time."""
+    path, body = KINDS[kind](most)
+    statuses: Counter[str] = Counter()
+    peak = 0.0
+    quiet_spans: list[Span] = []
+    storm_spans: list[Span] = []
 
-            began = time.perf_counter()
-            work = storm(server.url + path, body, statuses, peaks)
-            await during(probes, lambda work=work: asyncio.ensure_future(work))  # type: ignore[misc]
-            seconds = (time.perf_counter() - began) / (len(peaks) - 1)
-            await asyncio.sleep(REST_SECONDS)
-            storms.append(
-                Storm(
-                    kind=kind,
-                    body_bytes=len(body),
-                    statuses=dict(statuses),
-                    seconds=seconds,
-                    live=Latency.of(probes.live),
-                    small=Latency.of(probes.small),
-                    peak_mb=max(peaks),
-                    memory_mb=memory_mb(server.pid),
-                )
-            )
-    return Report(
-        max_body_bytes=most,
-        quiet_live=Latency.of(quiet.live),
-        quiet_small=Latency.of(quiet.small),
-        memory_mb=quiet_mb,
-        storms=storms,
-        machine=describe_machine(),
+    async def send() -> None:
+        async with session.post(server.url + path, data=body) as response:
+            await response.read()
+            statuses[str(response.status)] += 1
+
+    async with probing(server.url) as probes:
+        await asyncio.sleep(REST_SECONDS)
+        for _ in range(rounds):
+            began = time.monotonic()
+            await asyncio.sleep(QUIET_SECONDS)
+            sent = time.monotonic()
+            await asyncio.gather(*(send() for _ in range(num_bodies)))
+            ended = time.monotonic()
+            quiet_spans.append((began, sent))
+            storm_spans.append((sent, ended))
+            peak = max(peak, memory_mb(server.pid))
+            await asyncio.sleep(PAUSE_SECONDS)
+    await asyncio.sleep(REST_SECONDS)
+    return Storm(
+        kind=kind,
+        body_bytes=len(body),
+        statuses=dict(statuses),
+        seconds=sum(end - start for start, end in storm_spans) / rounds,
+        quiet_live=Latency.of(within(probes.live, quiet_spans)),
+        quiet_small=Latency.of(within(probes.small, quiet_spans)),
+        live=Latency.of(within(probes.live, storm_spans)),
+        small=Latency.of(within(probes.small, storm_spans)),
+        peak_mb=peak,
+        memory_mb=memory_mb(server.pid),
     )
+
+
+def within(timed: Timed, spans: Sequence[Span]) -> list[float]:
+    """Durations of the requests that were under way at some moment of a span."""
+    return [seconds for sent, seconds in timed if any(sent < end and sent + seconds > start for start, end in spans)]
 
 
 async def largest_body(session: aiohttp.ClientSession, url: str) -> int:
@@ -229,7 +196,7 @@ def main() -> int:
     """Measure, print, write the report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.large_bodies", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--bodies", type=int, default=12, help="bodies at once (default: 12)")
-    parser.add_argument("--rounds", type=int, default=5, help="how often at least, one after the other (default: 5)")
+    parser.add_argument("--rounds", type=int, default=10, help="storms of each kind (default: 10)")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)} (default: all)")
     parser.add_argument("--forerun-args", default="", metavar="FLAGS", help="flags of the service")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the report there")
@@ -243,23 +210,20 @@ def main() -> int:
     except (OSError, RuntimeError) as error:
         print(f"benchmarks.large_bodies: {error}", file=sys.stderr)
         return 2
-    print(f"largest body {report.max_body_bytes} bytes; times in ms, memory of the front in MB")
-    print(f"{'':11} {'live p50':>9} {'p99':>7} {'worst':>7} {'small p50':>10} {'p99':>7} {'worst':>7} {'memory':>7}")
-    print(_row("quiet", report.quiet_live, report.quiet_small, f"{report.memory_mb:7.0f}"))
+    print(f"largest body {report.max_body_bytes} bytes; front {report.memory_mb:.0f} MB; p99 in ms, quiet -> storm")
     for storm in report.storms:
-        rest = f"{storm.memory_mb:7.0f}  peak {storm.peak_mb:.0f}, {storm.seconds:.2f} s a round, {storm.statuses}"
-        print(_row(storm.kind, storm.live, storm.small, rest))
+        print(
+            f"{storm.kind:11} live {_change(storm.quiet_live, storm.live)}  small "
+            f"{_change(storm.quiet_small, storm.small)}  peak {storm.peak_mb:.0f}, after {storm.memory_mb:.0f} MB; "
+            f"{storm.seconds:.2f} s, {storm.body_bytes} bytes, {storm.statuses}"
+        )
     if arguments.json is not None:
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
     return 0
 
 
-def _row(name: str, live: Latency, small: Latency, rest: str) -> str:
-    live_ms, small_ms = ([1000 * value for value in (one.median, one.p99, one.worst)] for one in (live, small))
-    return (
-        f"{name:11} {live_ms[0]:9.1f} {live_ms[1]:7.1f} {live_ms[2]:7.1f} "
-        f"{small_ms[0]:10.1f} {small_ms[1]:7.1f} {small_ms[2]:7.1f} {rest}"
-    )
+def _change(quiet: Latency, storm: Latency) -> str:
+    return f"{1000 * quiet.p99:6.1f} -> {1000 * storm.p99:6.1f} ({storm.p99 / quiet.p99:4.2f} x, n {storm.count})"
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from target.config import ModelConfig
+from target.digests import MANIFEST
 from target.errors import CheckpointError
 from target.hf_config import read_config, read_json
 from target.weights import LayerWeights, ModelWeights
@@ -195,6 +196,10 @@ def _load_layer(checkpoint: Checkpoint, config: ModelConfig, prefix: str, dtype:
     )
 
 
+COPIED_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model"})
+"""Files beside the weights: configs, templates and tokenizers."""
+
+
 def truncate_checkpoint(source_dir: Path, out_dir: Path, num_layers: int) -> None:
     """Write a folder whose model is the first `num_layers` layers of another: a poor but cheap draft model.
 
@@ -205,7 +210,7 @@ def truncate_checkpoint(source_dir: Path, out_dir: Path, num_layers: int) -> Non
         raise ValueError(f"num_layers is {num_layers}; {source_dir} has layers to keep 1 to {total}")
     out_dir.mkdir(parents=True, exist_ok=True)
     for path in source_dir.iterdir():
-        if path.is_file() and path.suffix in {".json", ".jinja", ".txt", ".model"} and path.name != INDEX:
+        if path.is_file() and path.suffix in COPIED_SUFFIXES and path.name not in {INDEX, MANIFEST}:
             shutil.copyfile(path, out_dir / path.name)
     fields = read_json(source_dir / "config.json") | {"num_hidden_layers": num_layers}
     if isinstance(fields.get("layer_types"), list):

@@ -194,7 +194,7 @@ def test_the_operations_page_names_what_there_is() -> None:
     """Every flag, variable, alert and file that docs/operations.md names exists, and every alert is in its table."""
     page = (ROOT / "docs/operations.md").read_text()
     known = list(options())
-    other = {"--profile", "--json", "--scale", "--help", "--disable-usage-stats"}
+    other = {"--profile", "--json", "--scale", "--help", "--disable-usage-stats", "--verify"}
     assert set(re.findall(r"`?(--[a-z][a-z0-9-]+)", page)) - other <= {option.flag for option in known}
     assert set(re.findall(r"FORERUN_[A-Z0-9_]+", page)) <= {option.variable for option in known}
     assert set(re.findall(r"`(Forerun\w+)`", page)) == {rule["alert"] for rule in rules() if "alert" in rule}

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from target.checkpoint import truncate_checkpoint
+from target.digests import write_manifest
 from target.errors import CheckpointError
 from target.load import load_runner
 from tests.target.conftest import SaveModel
@@ -111,8 +112,12 @@ def test_tensors_that_do_not_fit_are_named(save_model: SaveModel) -> None:
 
 
 def test_a_truncated_model_is_its_first_layers(tmp_path: Path, save_model: SaveModel) -> None:
-    """`truncate_checkpoint` writes a folder that transformers too loads, with the source's first layers."""
+    """`truncate_checkpoint` writes a folder that transformers too loads, with the source's first layers.
+
+    The digests kept beside the source are of other files, and stay behind.
+    """
     source, model = save_model("qwen3", max_shard_size="60KB")
+    write_manifest(source)
     truncate_checkpoint(source, tmp_path / "poor", 1)
     reference: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "poor", dtype=torch.float32).eval()
     ids = tokens(12, seed=1)
