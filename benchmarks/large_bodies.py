@@ -37,7 +37,7 @@ PROMPT_LIMIT_BYTES = 600_000
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 Make = Callable[[int], tuple[str, bytes]]
-"""Route and body of about so many bytes."""
+"""A function of a size in bytes: route, and a body of about that size."""
 
 
 def _text(unit: str) -> Make:
