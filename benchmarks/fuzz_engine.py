@@ -125,10 +125,16 @@ class Peer:
         self._writer.write(struct.pack("<I", len(payload)) + payload)
 
     async def next_event(self, seconds: float) -> Event | None:
-        """The next event; None when the engine has closed the connection. Raises TimeoutError."""
+        """The next event; None when the engine has closed the connection. Raises TimeoutError.
+
+        A connection that is closed before everything sent on it was read ends with a reset in place of an end of file.
+        """
         async with asyncio.timeout(seconds):
             while not self._events:
-                data = await self._reader.read(1 << 16)
+                try:
+                    data = await self._reader.read(1 << 16)
+                except ConnectionResetError:
+                    return None
                 if not data:
                     return None
                 self._events += self._frames.feed(data)
