@@ -156,7 +156,7 @@ async def engines(app: web.Application) -> AsyncIterator[None]:
         each.cancel()
         with suppress(asyncio.CancelledError, Exception):  # whoever awaited it before has reported its error
             await each
-    front.long_texts.close()
+    await front.large_requests.close()
     await front.store.store.close()
 
 

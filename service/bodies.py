@@ -9,42 +9,41 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from aiohttp import web
 
 from service.body_budget import SMALL_BODY_BYTES, Hold
-from service.body_outline import OPERATOR_BOUNDS, check_outline
 from service.connections import connection_of
 from service.context import FRONT
 from service.errors import ApiError
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The whole body of an operator's request, few enough values to be decoded at once.
+    """The whole body of an operator's request, small enough to be decoded at once.
 
-    Raises `ApiError`: 400, 413, 408, 503; `RequestPayloadError` for a wrong encoding.
+    Raises `ApiError`: 413, 408, 503; `RequestPayloadError` for a wrong encoding.
     """
-    async with received_body(request) as body:
-        if len(body) > SMALL_BODY_BYTES:
-            await asyncio.to_thread(check_outline, body, OPERATOR_BOUNDS)
-        return body
+    async with received_body(request, SMALL_BODY_BYTES) as pieces:
+        return b"".join(pieces)
 
 
 @asynccontextmanager
-async def received_body(request: web.Request) -> AsyncIterator[bytes]:
-    """The whole body of a request, with its room in the budget.
+async def received_body(request: web.Request, max_bytes: int | None = None) -> AsyncIterator[list[bytes]]:
+    """The whole body of a request, in the pieces in which it arrived, with its room in the budget.
+
+    `max_bytes` lowers the limit of its size.
 
     Raises `ApiError`: 413, 408, 503; `RequestPayloadError` for a wrong encoding.
     """
     front = request.app[FRONT]
-    most = front.max_body_bytes
+    most = front.max_body_bytes if max_bytes is None else min(front.max_body_bytes, max_bytes)
     announced = request.content_length
     if announced is not None and announced > most:
         raise too_large(most)
     if request.content.is_eof():
-        yield _checked(request.content.read_nowait(-1), most)
+        yield [_checked(request.content.read_nowait(-1), most)]
         return
     is_plain = announced is not None and "Content-Encoding" not in request.headers
     num_bytes = announced if announced is not None and is_plain else most
     server = front.settings.server
     if num_bytes <= SMALL_BODY_BYTES:
-        yield await _read(request, most, Hold(0, 0.0), server.body_seconds, server.stall_seconds)
+        yield await _read(request, most, Hold(0, 0.0, None), server.body_seconds, server.stall_seconds)
         return
     async with AsyncExitStack() as stack:
         try:
@@ -61,30 +60,33 @@ def too_large(max_bytes: int) -> ApiError:
     return ApiError(413, f"the body is over the limit of {max_bytes} bytes", code="request_too_large")
 
 
-async def _read(request: web.Request, most: int, hold: Hold, body_seconds: float, stall_seconds: float) -> bytes:
+async def _read(request: web.Request, most: int, hold: Hold, body_seconds: float, stall_seconds: float) -> list[bytes]:
     connection, content = connection_of(request), request.content
     loop = asyncio.get_running_loop()
     ends_at = loop.time() + body_seconds
-    body = bytearray()
+    pieces: list[bytes] = []
+    num_bytes = 0
     if connection is not None:
         connection.set_receiving()
     try:
         async with asyncio.timeout_at(min(ends_at, loop.time() + stall_seconds)) as hold.deadline:
             while piece := await content.readany():
-                body += piece
-                if len(body) > most:
+                pieces.append(piece)
+                num_bytes += len(piece)
+                if num_bytes > most:
                     raise too_large(most)
+                await hold.take_turn()
                 if not hold.is_given_up:
                     hold.deadline.reschedule(min(ends_at, loop.time() + stall_seconds))
     except TimeoutError:
         if connection is not None:
             connection.close()
-        raise _too_slow(hold, len(body), body_seconds, stall_seconds) from None
+        raise _too_slow(hold, num_bytes, body_seconds, stall_seconds) from None
     finally:
         hold.deadline = None
         if connection is not None:
             connection.set_busy()
-    return bytes(body)
+    return pieces
 
 
 def _too_slow(hold: Hold, num_bytes: int, body_seconds: float, stall_seconds: float) -> ApiError:

@@ -17,12 +17,20 @@ RETRY_SECONDS = 0.5
 class Hold:
     """The room that one body takes of the budget."""
 
-    def __init__(self, num_bytes: int, began_at: float) -> None:
+    def __init__(self, num_bytes: int, began_at: float, turn: asyncio.Lock | None) -> None:
+        """`turn` is the lock that large bodies share; None for a small one, which needs no turns."""
+        self._turn = turn
         self.num_bytes = num_bytes
         self.began_at = began_at
         self.is_given_up = False
         self.deadline: asyncio.Timeout | None = None
         """The deadline of reading, while the body is being read."""
+
+    async def take_turn(self) -> None:
+        """Wait before reading on, so that of all large bodies one is read in each pass of the event loop."""
+        if self._turn is not None:
+            async with self._turn:
+                await asyncio.sleep(0)
 
 
 class BodyBudget:
@@ -33,6 +41,7 @@ class BodyBudget:
         self.held = 0
         self._holds: OrderedDict[Hold, None] = OrderedDict()
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._turn = asyncio.Lock()
 
     @asynccontextmanager
     async def hold(self, num_bytes: int) -> AsyncIterator[Hold]:
@@ -46,7 +55,7 @@ class BodyBudget:
             finally:
                 self._waiting.remove(turn)
             self._give_up_oldest(loop.time())
-        hold = Hold(num_bytes, loop.time())
+        hold = Hold(num_bytes, loop.time(), self._turn)
         self._holds[hold] = None
         self.held += num_bytes
         try:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 
 import msgspec
 import structlog
@@ -23,7 +23,8 @@ from service.experiments.opening import open_experiment_store
 from service.experiments.participation import Participation, taking_part
 from service.generation import Generation
 from service.interpreter import Interpreter
-from service.long_texts import LONG_TEXT_BYTES, LongTexts
+from service.large_request_messages import FromWorker, Kind, Load, Parse, Parsed, fields_of
+from service.large_requests import LargeRequests
 from service.metrics import ServiceMetrics
 from service.origin import Origin
 from service.pool.cache_statistics import CacheStatistics
@@ -34,15 +35,14 @@ from service.pool.prefixes import Prefixes
 from service.pool.routing import ROUTINGS
 from service.pool.store import open_store
 from service.request_log import RequestLog, Transcript
-from service.schema import ChatCompletionRequest, CompletionRequest
-from service.served_model import ServedModel
+from service.schema import GenerationBody, GenerationRequest
+from service.served_model import ServedModel, default_name
 from service.settings import Settings
 from service.tenants import Tenant, Tenants
 from speculation.messages import Ready, SpeculationConfig, Stats, method_of, resolve
 
 _log = structlog.get_logger("forerun.generation")
 
-GenerationBody = ChatCompletionRequest | CompletionRequest
 UNREADY_BODY_BYTES = 1024 * 1024
 """Largest body while no engine has told what the context is."""
 
@@ -75,7 +75,7 @@ class Front:
         self.request_log: RequestLog | None = None
         """Where finished requests are recorded, if that was asked for and while the service runs."""
         self.bodies = BodyBudget(settings.limits.max_pending_bytes)
-        self.long_texts = LongTexts(settings.limits.max_pending_bytes)
+        self.large_requests = LargeRequests()
         self._model: ServedModel | None = None
         self._loading = asyncio.Lock()
         self.experiments = Experiments(
@@ -128,11 +128,16 @@ class Front:
         """A new engine is about to serve. Raises ValueError if its model cannot be used, or is not what is served."""
         async with self._loading:
             if self._model is None:
-                self._model = await asyncio.to_thread(ServedModel.load, self.settings, ready)
+                self._model = await asyncio.to_thread(self._load_model, ready)
             elif self._model.ready.model_fingerprint != ready.model_fingerprint:
                 served = self._model.ready.model_fingerprint
                 raise ValueError(f"its model is {ready.model_fingerprint}, what is served here is {served}")
         self.metrics.engine.is_up = True
+
+    def _load_model(self, ready: Ready) -> ServedModel:
+        server = self.settings.server
+        folder = Path(server.tokenizer or ready.model_folder).expanduser()
+        return ServedModel.load(server.model_name or default_name(self.settings.engine.model), folder, ready)
 
     def lose(self) -> None:
         """An engine has died and will be replaced."""
@@ -140,21 +145,23 @@ class Front:
         self.metrics.restarts.inc()
 
     @asynccontextmanager
-    async def generate(self, generation_id: str, body: GenerationBody, origin: Origin) -> AsyncIterator[Answer]:
+    async def generate(
+        self, generation_id: str, body: GenerationBody | Parsed, origin: Origin
+    ) -> AsyncIterator[Answer]:
         """The answer to a request; leaving the context early ends it.
 
         Raises `ApiError` for what cannot be served, on entering or while the answer is read.
         """
         with self.admission.enter(), _engine_errors():
-            model, tenant = self.model, self.tenants.author(origin.headers)
-            if self.client.ready is None:
-                raise ApiError.unavailable("no engine is ready; try again shortly", "engine_not_ready")
-            capacity = self.client.capacity
-            self.admission.check_room(self.client.num_live, body.n or 1, capacity)
-            interpreter = Interpreter(model, self.settings.limits, self.profiles)
-            generation = await self._interpret(interpreter, generation_id, body)
-            self.admission.check_room(self.client.num_live, generation.num_choices, capacity)
-            assignment = self._assign(generation, body, origin)
+            model, tenant, fields = self.model, self.tenants.author(origin.headers), fields_of(body)
+            self._check_room(fields.n or 1)
+            if isinstance(body, Parsed):
+                generation = replace(body.generation, id=generation_id)
+            else:
+                interpreter = Interpreter(model, self.settings.limits, self.profiles)
+                generation = await asyncio.to_thread(interpreter.generation, generation_id, body)
+            self._check_room(generation.num_choices)
+            assignment = self._assign(generation, fields, origin)
             generation = replace(
                 generation,
                 speculation=self._speculation(generation, assignment),
@@ -174,16 +181,23 @@ class Front:
                         if not answer.is_aborted:
                             self._keep(sample, transcript)
 
-    async def _interpret(self, interpreter: Interpreter, generation_id: str, body: GenerationBody) -> Generation:
-        """What a request asks for, worked out in a thread: a long text in the one for long texts."""
-        size = interpreter.check_size(body)
-        if isinstance(body, ChatCompletionRequest):
-            work = partial(interpreter.chat, generation_id, body)
-        else:
-            work = partial(interpreter.completion, generation_id, body)
-        if size >= LONG_TEXT_BYTES:
-            return await self.long_texts.run(size, work)
-        return await asyncio.to_thread(work)
+    async def parse_large(self, kind: Kind, pieces: Sequence[bytes]) -> FromWorker:
+        """A large request, given in pieces, as the process for them answers it.
+
+        Raises `ApiError` while nothing can be served.
+        """
+        with self.admission.enter():
+            model = self.model
+            self._check_room(1)
+            load = Load(model_name=model.name, folder=str(model.folder), ready=model.ready, limits=self.settings.limits)
+            message = Parse(kind=kind, num_bytes=sum(map(len, pieces)), profiles=self.profiles)
+            return await self.large_requests.parse(message, pieces, load)
+
+    def _check_room(self, num_choices: int) -> None:
+        """Raises `ApiError`: 503 if no engine is ready, 429 if the engines cannot take so many sequences now."""
+        if self.client.ready is None:
+            raise ApiError.unavailable("no engine is ready; try again shortly", "engine_not_ready")
+        self.admission.check_room(self.client.num_live, num_choices, self.client.capacity)
 
     def _keep(self, sample: Sample | None, transcript: Transcript | None) -> None:
         """What is to be kept of a request that was answered to its end."""
@@ -192,7 +206,7 @@ class Front:
         if transcript is not None and self.request_log is not None:
             self.request_log.keep(transcript)
 
-    def _assign(self, generation: Generation, body: GenerationBody, origin: Origin) -> Assignment | None:
+    def _assign(self, generation: Generation, fields: GenerationRequest, origin: Origin) -> Assignment | None:
         """The arm of a request, if it takes part in an experiment that this engine can serve."""
         facts = RequestFacts(
             request_id=generation.id,
@@ -202,8 +216,8 @@ class Front:
             arrived_at=self.experiments.clock() - origin.age,
             queue_depth=float(self.client.num_live),
             headers=origin.headers,
-            user=body.user,
-            has_own_speculation=body.speculation is not None,
+            user=fields.user,
+            has_own_speculation=fields.speculation is not None,
         )
         assignment = self.experiments.assign(facts)
         return assignment if assignment is not None and self._can_serve(assignment.speculation) else None

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import uuid
-from functools import partial
 
 import structlog
 from aiohttp import web
 
 from service.answer import Answer
 from service.bodies import received_body
-from service.body_budget import SMALL_BODY_BYTES
-from service.body_outline import OutlineBounds, chat_bounds, check_outline, completion_bounds
 from service.choice import ChoiceDelta
 from service.context import ARRIVED_AT, FRONT
 from service.errors import ApiError
 from service.event_stream import ClientStalledError, EventStream
 from service.formats import AnswerFormat, ChatFormat, CompletionFormat
-from service.front import Front, GenerationBody
+from service.front import Front
+from service.large_request_messages import Kind, Parsed, fields_of
+from service.large_requests import LARGE_BYTES, parsed
 from service.origin import Origin
-from service.schema import ChatCompletionRequest, CompletionRequest
-from service.validation import RequestT, parse_body
+from service.schema import ChatCompletionRequest, CompletionRequest, GenerationBody, GenerationRequest
+from service.validation import parse_body
 
 DONE = b"[DONE]"
 _log = structlog.get_logger("forerun.generation")
@@ -29,11 +28,12 @@ _log = structlog.get_logger("forerun.generation")
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     body = await _parsed(request, ChatCompletionRequest)
     generation_id = f"chatcmpl-{uuid.uuid4().hex}"
+    fields = fields_of(body)
     style = ChatFormat(
         generation_id,
         request.app[FRONT].model,
-        with_token_ids=bool(body.return_token_ids),
-        with_usage=wants_usage(body),
+        with_token_ids=bool(fields.return_token_ids),
+        with_usage=wants_usage(fields),
     )
     return await respond(request, generation_id, body, style)
 
@@ -41,32 +41,28 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 async def completions(request: web.Request) -> web.StreamResponse:
     body = await _parsed(request, CompletionRequest)
     generation_id = f"cmpl-{uuid.uuid4().hex}"
+    fields = fields_of(body)
     style = CompletionFormat(
         generation_id,
         request.app[FRONT].model,
-        with_token_ids=bool(body.return_token_ids),
-        with_usage=wants_usage(body),
+        with_token_ids=bool(fields.return_token_ids),
+        with_usage=wants_usage(fields),
     )
     return await respond(request, generation_id, body, style)
 
 
-async def _parsed(request: web.Request, request_type: type[RequestT]) -> RequestT:
-    """The body of a request, of which no more than what it says is kept. A large one is parsed in a thread."""
-    async with received_body(request) as body:
-        if len(body) > SMALL_BODY_BYTES:
-            front = request.app[FRONT]
-            bounds_of = chat_bounds if request_type is ChatCompletionRequest else completion_bounds
-            bounds = bounds_of(front.model.context_length, front.settings.limits)
-            return await front.long_texts.run(len(body), partial(_parse_large, body, request_type, bounds))
-        return parse_body(body, request_type)
+async def _parsed(
+    request: web.Request, request_type: type[ChatCompletionRequest | CompletionRequest]
+) -> GenerationBody | Parsed:
+    """The body of a request; a large one is tokenized as well."""
+    async with received_body(request) as pieces:
+        if sum(map(len, pieces)) > LARGE_BYTES:
+            kind: Kind = "chat" if request_type is ChatCompletionRequest else "completion"
+            return parsed(await request.app[FRONT].parse_large(kind, pieces))
+        return parse_body(b"".join(pieces), request_type)
 
 
-def _parse_large(body: bytes, request_type: type[RequestT], bounds: OutlineBounds) -> RequestT:
-    check_outline(body, bounds)
-    return parse_body(body, request_type)
-
-
-def wants_usage(body: GenerationBody) -> bool:
+def wants_usage(body: GenerationRequest) -> bool:
     """Whether a stream ends with a chunk of its own for the usage."""
     if body.stream_options is not None and not body.stream:
         raise ApiError.invalid("stream_options", "stream_options is given without stream; set stream to true")
@@ -74,12 +70,12 @@ def wants_usage(body: GenerationBody) -> bool:
 
 
 async def respond(
-    request: web.Request, generation_id: str, body: GenerationBody, style: AnswerFormat
+    request: web.Request, generation_id: str, body: GenerationBody | Parsed, style: AnswerFormat
 ) -> web.StreamResponse:
     """Answer a request, whole or as a stream. A client that leaves cancels this, and so ends the generation."""
     front = request.app[FRONT]
     origin = Origin(route=request.path, headers=request.headers, arrived_at=request[ARRIVED_AT])
-    if not body.stream:
+    if not fields_of(body).stream:
         async with front.generate(generation_id, body, origin) as answer:
             whole = await _collect(answer)
             encoded = style.whole(whole, answer.closing)
@@ -94,13 +90,18 @@ async def respond(
 
 
 async def _respond_in_events(
-    front: Front, generation_id: str, body: GenerationBody, origin: Origin, events: EventStream, style: AnswerFormat
+    front: Front,
+    generation_id: str,
+    body: GenerationBody | Parsed,
+    origin: Origin,
+    events: EventStream,
+    style: AnswerFormat,
 ) -> None:
     """Answer as a stream. Once it has begun, whatever goes wrong is its last event."""
     try:
         async with front.generate(generation_id, body, origin) as answer:
             events.response.headers.update(answer.headers)
-            await _stream(answer, events, style, with_usage=wants_usage(body))
+            await _stream(answer, events, style, with_usage=wants_usage(fields_of(body)))
     except ConnectionError:
         raise
     except Exception as error:

@@ -12,7 +12,14 @@ from typing import Any
 from service.chat_template import ChatTemplateError
 from service.errors import ApiError, cut, did_you_mean, shorten
 from service.generation import SEED_SPAN, Generation, Prompt
-from service.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest, Prediction, TextPart
+from service.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationBody,
+    GenerationRequest,
+    Prediction,
+    TextPart,
+)
 from service.served_model import ServedModel
 from service.settings import LimitSettings
 from service.tokenizer import TooManyTokensError
@@ -23,9 +30,6 @@ OPENAI_COMPLETION_TOKENS = 16
 
 MAX_CHARACTER_BYTES = 4
 """Most bytes of a character in UTF-8."""
-
-MESSAGE_CHARACTERS = 64
-"""Characters whose tokenizing takes as long as rendering a message."""
 
 DRAWN_SEED_BITS = 53
 """A drawn seed is short enough that a JavaScript client can send it back."""
@@ -42,16 +46,21 @@ class Interpreter:
         self._limits = limits
         self._profiles = profiles
 
-    def check_size(self, request: GenerationRequest) -> int:
-        """Refuse what is too much to be looked at closely, by counts and lengths alone.
-
-        Returns the size of the work that is left, in characters to tokenize. Takes a moment even for the largest body.
-        """
+    def generation(self, request_id: str, request: GenerationBody) -> Generation:
+        """What a request asks for. Runs the tokenizer: call it in a thread."""
+        self._check_size(request)
         if isinstance(request, ChatCompletionRequest):
-            size, num_prompts = self._check_messages(request), 1
+            return self._chat(request_id, request)
+        return self._completion(request_id, request)
+
+    def _check_size(self, request: GenerationBody) -> None:
+        """Refuse by counts and lengths what is too much to be tokenized."""
+        if isinstance(request, ChatCompletionRequest):
+            self._check_messages(request)
+            num_prompts = 1
         else:
-            assert isinstance(request, CompletionRequest)
-            size, num_prompts = self._check_prompts(request), _num_prompts(request)
+            self._check_prompts(request)
+            num_prompts = _num_prompts(request)
         num_choices = num_prompts * (request.n or 1)
         if num_choices > self._limits.max_choices:
             param = "n" if num_prompts == 1 else "prompt"
@@ -59,11 +68,9 @@ class Interpreter:
                 param, f"{num_choices} choices are asked for; at most {self._limits.max_choices} are served"
             )
         if request.prediction is not None:
-            size += self._check_text("prediction.content", _texts_of(request.prediction.content))
-        return size
+            self._check_text("prediction.content", _texts_of(request.prediction.content))
 
-    def _check_messages(self, request: ChatCompletionRequest) -> int:
-        """Size of a conversation, which has no more messages than the context has tokens."""
+    def _check_messages(self, request: ChatCompletionRequest) -> None:
         context = self._model.context_length
         if len(request.messages) > context:
             raise ApiError.invalid(
@@ -73,34 +80,26 @@ class Interpreter:
                 code="context_length_exceeded",
             )
         given = request.chat_template_kwargs or {}
-        size = MESSAGE_CHARACTERS * len(request.messages)
-        size += self._check_text("chat_template_kwargs", [value for value in given.values() if isinstance(value, str)])
-        size += self._check_text("messages", [message.name for message in request.messages if message.name is not None])
-        return size + self._check_text(
-            "messages", [text for message in request.messages for text in _texts_of(message.content)]
-        )
+        self._check_text("chat_template_kwargs", [value for value in given.values() if isinstance(value, str)])
+        self._check_text("messages", [message.name for message in request.messages if message.name is not None])
+        self._check_text("messages", [text for message in request.messages for text in _texts_of(message.content)])
 
-    def _check_prompts(self, request: CompletionRequest) -> int:
-        """Size of all prompts, none of which is longer than the context."""
+    def _check_prompts(self, request: CompletionRequest) -> None:
         prompt = request.prompt
         prompts = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
         if len(prompts) > self._limits.max_choices:
-            return 0
-        size = 0
+            return
         for item in prompts:
             if isinstance(item, str):
-                size += self._check_text("prompt", [item])
-            elif isinstance(item, list):
-                size += len(item)
-                if len(item) >= self._model.context_length:
-                    raise self._too_many_tokens("prompt", str(len(item)))
-        return size
+                self._check_text("prompt", [item])
+            elif isinstance(item, list) and len(item) >= self._model.context_length:
+                raise self._too_many_tokens("prompt", str(len(item)))
 
-    def _check_text(self, name: str, texts: Sequence[str]) -> int:
-        """Characters of texts that are one field together, if they can fit in the context."""
-        size, most = sum(map(len, texts)), self._model.max_text_bytes
-        if most is None or size * MAX_CHARACTER_BYTES <= most:
-            return size
+    def _check_text(self, name: str, texts: Sequence[str]) -> None:
+        """Raises `ApiError` if texts that are one field together cannot fit in the context."""
+        most = self._model.max_text_bytes
+        if most is None or sum(map(len, texts)) * MAX_CHARACTER_BYTES <= most:
+            return
         num_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
         if num_bytes > most:
             raise ApiError.invalid(
@@ -109,10 +108,8 @@ class Interpreter:
                 f"be {most} bytes at most",
                 code="context_length_exceeded",
             )
-        return size
 
-    def chat(self, request_id: str, request: ChatCompletionRequest) -> Generation:
-        """A chat completion that `check_size` let pass. Runs the tokenizer: call it in a thread."""
+    def _chat(self, request_id: str, request: ChatCompletionRequest) -> Generation:
         self._model.check_name(request.model)
         if request.top_logprobs is not None and not request.logprobs:
             raise ApiError.invalid("top_logprobs", "top_logprobs is given without logprobs; set logprobs to true")
@@ -126,8 +123,7 @@ class Interpreter:
         max_tokens = self._check_length("messages", prompt, name, max_tokens)
         return self._generation(request_id, request, (prompt,), max_tokens, logprobs, request.prediction)
 
-    def completion(self, request_id: str, request: CompletionRequest) -> Generation:
-        """A text completion that `check_size` let pass. Runs the tokenizer: call it in a thread."""
+    def _completion(self, request_id: str, request: CompletionRequest) -> Generation:
         self._model.check_name(request.model)
         if request.best_of not in {None, request.n or 1}:
             raise ApiError.invalid(

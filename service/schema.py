@@ -169,6 +169,8 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
     """Whether control tokens spelled out in the prompt are control. Otherwise they are text."""
 
 
+GenerationBody = ChatCompletionRequest | CompletionRequest
+
 REFUSED = {
     "tools": "tool calls are not supported; leave the field out",
     "tool_choice": "tool calls are not supported; leave the field out",

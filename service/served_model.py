@@ -8,7 +8,6 @@ from pathlib import Path
 
 from service.chat_template import ChatTemplate
 from service.errors import ApiError, shorten
-from service.settings import Settings
 from service.tokenizer import Tokenizer
 from speculation.messages import Ready
 
@@ -26,6 +25,8 @@ class ServedModel:
     """What the front needs to know of the engine's model."""
 
     name: str
+    folder: Path
+    """Where its tokenizer and chat template were read."""
     ready: Ready
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -33,14 +34,12 @@ class ServedModel:
     """Seconds since the epoch at which it was loaded."""
 
     @classmethod
-    def load(cls, settings: Settings, ready: Ready) -> ServedModel:
-        """Read tokenizer and template from the engine's model folder. Raises ValueError if they cannot be used."""
-        folder = Path(settings.server.tokenizer or ready.model_folder).expanduser()
+    def load(cls, name: str, folder: Path, ready: Ready) -> ServedModel:
+        """Read tokenizer and template from a folder. Raises ValueError if they cannot be used."""
         tokenizer = Tokenizer.load(folder)
         if tokenizer.vocab_size > ready.vocab_size:
             raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {ready.vocab_size}")
-        name = settings.server.model_name or default_name(settings.engine.model)
-        return cls(name, ready, tokenizer, ChatTemplate.load(folder), int(time.time()))
+        return cls(name, folder, ready, tokenizer, ChatTemplate.load(folder), int(time.time()))
 
     @property
     def context_length(self) -> int:

@@ -25,8 +25,6 @@ from service.metrics import ConnectionCollector
 from service.settings import Settings
 from service.supervisor import EngineStartError
 
-SWITCH_SECONDS = 0.001
-"""How long a thread that works on a large request may go on while the event loop wants to."""
 FAREWELL_SECONDS = 2.0
 """How long clients that are cut off have to read the error, and then an idle engine to exit."""
 
@@ -43,7 +41,6 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> int:
         asyncio.get_running_loop().set_exception_handler(handle_loop_errors)
         raise_file_limit()
         keep_heap_small()
-        sys.setswitchinterval(SWITCH_SECONDS)
         app = create_app(settings)
         runner = create_runner(app)
         await runner.setup()

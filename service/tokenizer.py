@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 way of the engine's."""
 
 PIECE_CHARACTERS = 16 * 1024
-"""Characters that are worked on before other threads may have the interpreter, and before the tokens are counted."""
+"""Characters that are encoded before the tokens are counted, where a text may have too many."""
 USUAL_TOKEN_BYTES = 8
 """A text with more characters than so many for each token that it may have is counted in pieces first."""
 
@@ -81,7 +81,7 @@ class Tokenizer:
 
     def protect(self, text: str) -> str:
         """A client's text, so written that `encode_rendered` takes the control tokens in it for text."""
-        return self._replace(self._pattern, lambda found: f"{self._secret}{self._ids[found[0]]};", text)
+        return self._pattern.sub(lambda found: f"{self._secret}{self._ids[found[0]]};", text)
 
     def encode_rendered(self, text: str, *, most: int | None = None) -> list[int]:
         """Token ids of a rendered template whose client texts were protected; adds nothing at its ends.
@@ -92,7 +92,7 @@ class Tokenizer:
         def respell(found: re.Match[str]) -> str:
             return self._respell(found[0]) if found[1] is None else self._specials[int(found[1])]
 
-        return self._encode(self._replace(self._in_template, respell, text), add_special=False, most=most)
+        return self._encode(self._in_template.sub(respell, text), add_special=False, most=most)
 
     def encode(
         self, text: str, *, parse_special: bool = False, add_special: bool = True, most: int | None = None
@@ -103,7 +103,7 @@ class Tokenizer:
         than `most`.
         """
         if parse_special:
-            text = self._replace(self._pattern, lambda found: self._respell(found[0]), text)
+            text = self._pattern.sub(lambda found: self._respell(found[0]), text)
         return self._encode(text, add_special=add_special, most=most)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -141,21 +141,6 @@ class Tokenizer:
         if most is not None and len(encoded) > most:
             raise TooManyTokensError(str(len(encoded)))
         return list(encoded.ids)
-
-    def _replace(self, pattern: re.Pattern[str], replace: Callable[[re.Match[str]], str], text: str) -> str:
-        """As `pattern.sub`, in pieces: a search keeps the interpreter from all other threads until it has ended."""
-        if len(text) <= PIECE_CHARACTERS:
-            return pattern.sub(replace, text)
-        overlap = 2 * len(self._secret) + max(map(len, self._ids), default=0)
-        parts: list[str] = []
-        done = 0
-        for start in range(0, len(text), PIECE_CHARACTERS):
-            end = start + PIECE_CHARACTERS
-            at = max(start, done)
-            while at < end and (found := pattern.search(text, at, end + overlap)) is not None and found.start() < end:
-                parts += (text[done : found.start()], replace(found))
-                done = at = found.end()
-        return "".join((*parts, text[done:]))
 
     def _respell(self, special: str) -> str:
         return self._secret + special

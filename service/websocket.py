@@ -3,61 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from typing import Annotated, TypeVar
 
 import msgspec
 import structlog
 from aiohttp import WSCloseCode, WSMsgType, web
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, UnsetType
 
 from service.answer import Answer, Closing
-from service.body_budget import SMALL_BODY_BYTES
-from service.body_outline import OutlineBounds, chat_bounds, check_outline, completion_bounds
 from service.choice import ChoiceDelta
 from service.connections import connection_of
 from service.context import FRONT, check_origin
 from service.errors import ApiError, ErrorBody, shorten
 from service.event_stream import drop, limit_writes
-from service.front import Front, GenerationBody
+from service.front import Front
+from service.large_request_messages import Parsed
+from service.large_requests import LARGE_BYTES, parsed
 from service.origin import Origin
 from service.request_metrics import Metrics
 from service.responses import Usage
-from service.schema import ChatCompletionRequest, CompletionRequest
+from service.schema import GenerationBody
+from service.socket_messages import Cancel, Incoming, parse_generate
 from service.validation import parse_body
 
-Id = Annotated[str, Meta(min_length=1, max_length=128)]
-Result = TypeVar("Result")
 PING_SECONDS = 30.0
 PROTOCOL = "forerun"
 """What clients that must offer a subprotocol offer."""
 SOCKETS = web.AppKey[set[web.WebSocketResponse]]("sockets")
 _log = structlog.get_logger("forerun.websocket")
-
-
-class Generate(msgspec.Struct, frozen=True, tag_field="type", tag="generate", forbid_unknown_fields=True):
-    """In: start a generation. `request` is the body of either POST route, told apart by `messages` or `prompt`."""
-
-    id: Id
-    request: msgspec.Raw
-
-
-class Cancel(msgspec.Struct, frozen=True, tag_field="type", tag="cancel", forbid_unknown_fields=True):
-    """In: end a generation. It still finishes, with the reason "abort"; unknown ids are ignored."""
-
-    id: Id
-
-
-class Incoming(msgspec.Struct, frozen=True):
-    """What is read of every message first."""
-
-    type: str
-    id: Id | None = None
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="started"):
@@ -189,47 +163,40 @@ class Conversation:
     async def _handle(self, data: bytes, tasks: asyncio.TaskGroup) -> None:
         message_id: str | None = None
         try:
-            large = len(data) > SMALL_BODY_BYTES
-            bounds = self._bounds() if large else None
-            tree = await self._parsed(data, partial(_parse_incoming, data, bounds and bounds[0]))
-            message_id = tree.id
-            match tree.type:
+            if len(data) > LARGE_BYTES:
+                async with self._front.bodies.hold(len(data)):
+                    answer = await self._front.parse_large("socket", [data])
+                message_id = answer.message_id
+                request = parsed(answer)
+                self._start(request.message_id, request, tasks)
+                return
+            incoming = parse_body(data, Incoming)
+            message_id = incoming.id
+            match incoming.type:
                 case "generate":
-                    work = partial(_parse_generate, data, bounds and bounds[1])
-                    self._start(*await self._parsed(data, work), tasks)
+                    self._start(*parse_generate(data), tasks)
                 case "cancel":
                     if (running := self._running.get(parse_body(data, Cancel).id)) is not None:
                         running.cancel()
                 case _:
-                    raise ApiError.invalid("type", f"type is {shorten(tree.type)}; it must be 'generate' or 'cancel'")
+                    shown = shorten(incoming.type)
+                    raise ApiError.invalid("type", f"type is {shown}; it must be 'generate' or 'cancel'")
         except ApiError as error:
             await self._send(Failed(id=message_id, error=error.body))
         except Exception as error:  # noqa: BLE001 - other generations of the socket go on
             _log.exception("message failed")
             await self._send(Failed(id=message_id, error=ApiError.of(error).body))
 
-    async def _parsed(self, data: bytes, parse: Callable[[], Result]) -> Result:
-        """What `parse` makes of a message: of a large one as of a large body, in a thread and within the budget."""
-        if len(data) <= SMALL_BODY_BYTES:
-            return parse()
-        async with self._front.bodies.hold(len(data)):
-            return await self._front.long_texts.run(len(data), parse)
-
-    def _bounds(self) -> tuple[OutlineBounds, OutlineBounds]:
-        """What a large message may consist of: in either request, and in one for a completion."""
-        context, limits = self._front.model.context_length, self._front.settings.limits
-        return chat_bounds(context, limits), completion_bounds(context, limits)
-
-    def _start(self, message: Generate, body: GenerationBody, tasks: asyncio.TaskGroup) -> None:
-        if message.id in self._running:
-            raise ApiError.invalid("id", f"id {message.id!r} is in use on this socket; choose another")
+    def _start(self, message_id: str, body: GenerationBody | Parsed, tasks: asyncio.TaskGroup) -> None:
+        if message_id in self._running:
+            raise ApiError.invalid("id", f"id {message_id!r} is in use on this socket; choose another")
         most = self._front.settings.limits.max_socket_requests
         if len(self._running) >= most:
             raise ApiError.overloaded(f"{most} generations run on this socket; wait for one to end, or cancel it")
-        self._running[message.id] = Running(tasks.create_task(self._serve(message.id, body)))
+        self._running[message_id] = Running(tasks.create_task(self._serve(message_id, body)))
         self._note_state()
 
-    async def _serve(self, message_id: str, body: GenerationBody) -> None:
+    async def _serve(self, message_id: str, body: GenerationBody | Parsed) -> None:
         """One generation, from `started` to `finished` or `error`. With the last message its id is free again."""
         try:
             last = await self._outcome(message_id, body)
@@ -238,7 +205,7 @@ class Conversation:
             self._note_state()
         await self._send(last)
 
-    async def _outcome(self, message_id: str, body: GenerationBody) -> Finished | Failed:
+    async def _outcome(self, message_id: str, body: GenerationBody | Parsed) -> Finished | Failed:
         """Send everything of a generation but its last message, which is returned."""
         origin = Origin(route=self._request.path, headers=self._request.headers, arrived_at=time.perf_counter())
         generation_id = f"ws-{uuid.uuid4().hex}"
@@ -308,46 +275,6 @@ class Running:
         self._is_cancelled = True
         if self._answer is not None:
             self._answer.abort()
-
-
-def _parse_incoming(data: bytes, bounds: OutlineBounds | None) -> Incoming:
-    """The kind of a message. `bounds` are given for a large one."""
-    if bounds is not None:
-        either = replace(bounds, max_separators=sys.maxsize)  # as many token ids as a completion may have
-        check_outline(data, either)
-    return parse_body(data, Incoming)
-
-
-def _parse_generate(data: bytes, bounds: OutlineBounds | None) -> tuple[Generate, GenerationBody]:
-    """A message that starts a generation, and the request in it."""
-    message = parse_body(data, Generate)
-    return message, read_body(message.request, bounds)
-
-
-def read_body(raw: msgspec.Raw, completion_bounds: OutlineBounds | None = None) -> GenerationBody:
-    """The request inside a `generate` message; logprobs of the tokens themselves are always wanted.
-
-    `completion_bounds` are given for a large one.
-    """
-    data = bytes(raw)
-    kind = parse_body(data, RequestKind)
-    is_chat, is_text = (bytes(field) not in {b"", b"null"} for field in (kind.messages, kind.prompt))
-    if is_chat == is_text:
-        raise ApiError.invalid("request", "request must have either messages (chat) or prompt (text)")
-    if is_chat:
-        chat = parse_body(data, ChatCompletionRequest)
-        return msgspec.structs.replace(chat, logprobs=True)
-    if completion_bounds is not None:
-        check_outline(data, completion_bounds)
-    completion = parse_body(data, CompletionRequest)
-    return completion if completion.logprobs is not None else msgspec.structs.replace(completion, logprobs=0)
-
-
-class RequestKind(msgspec.Struct, frozen=True):
-    """Which of the two requests a body is."""
-
-    messages: msgspec.Raw = msgspec.Raw()
-    prompt: msgspec.Raw = msgspec.Raw()
 
 
 def _tokens(message_id: str, delta: ChoiceDelta) -> Tokens:

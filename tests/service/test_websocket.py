@@ -273,7 +273,7 @@ async def test_a_mistake_while_a_message_is_read_is_an_error(service: Service, m
     """Where a message itself cannot be handled by a mistake of ours, its id is told and the socket lives."""
     async with talk_to(service) as talk:
         with monkeypatch.context() as patched:
-            patched.setattr("service.websocket.read_body", Mock(side_effect=RecursionError("too deep")))
+            patched.setattr("service.websocket.parse_generate", Mock(side_effect=RecursionError("too deep")))
             await talk.generate("a", {"prompt": "hi"})
             answer = await talk.next()
         assert (answer["type"], answer["id"], answer["error"]["type"]) == ("error", "a", "server_error")

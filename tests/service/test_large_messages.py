@@ -1,89 +1,18 @@
-"""Large bodies are bounded by what they consist of before any of it is built, on every route and on the socket."""
+"""Large WebSocket messages: deadlines, budget and answers; and memory that has run out, on every route."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 
 import pytest
 
 from service.body_budget import SMALL_BODY_BYTES
-from service.body_outline import OutlineBounds, chat_bounds, check_outline, completion_bounds
 from service.connections import TRY_AGAIN_LATER
-from service.errors import ApiError
 from service.front import Front
-from service.schema import ChatCompletionRequest, CompletionRequest
 from service.settings import LimitSettings, ServerSettings
-from service.validation import parse_body
 from tests.service.conftest import Service, StartService
 
 TEXT = "/v1/completions"
-FEW = OutlineBounds(max_strings=3, max_containers=2, max_separators=1)
-MANY_LISTS = json.dumps({"prompt": [[1]] * 60_000}, separators=(",", ":")).encode()
-
-
-@pytest.mark.parametrize(
-    ("body", "counted"),
-    [
-        (b'["a","b","c","d"]', "4 strings"),
-        (b'["\\\\","\\"","\\\\\\"","b"]', "4 strings"),
-        (b"[[[1]]]", "3 lists and objects"),
-        (b'{"a":{"b":{}}}', "3 lists and objects"),
-        (b"[1,2,3]", "2 values"),
-    ],
-)
-def test_what_is_too_many_is_counted_exactly(body: bytes, counted: str) -> None:
-    """Strings, lists, objects and values over a bound are refused by their number, escapes notwithstanding."""
-    with pytest.raises(ApiError, match=f"the body has {counted}") as caught:
-        check_outline(body, FEW)
-    assert caught.value.body.code == "too_many_values"
-
-
-def test_what_is_inside_a_string_is_not_counted() -> None:
-    """Brackets, commas and escaped quotes of a text are text."""
-    check_outline(json.dumps({"prompt": '[[[{{{,,,"\\"\\\\"\\'}).encode(), FEW)
-
-
-@pytest.mark.parametrize("body", [b"[1,", b'{"a":NaN}', b'"\\ud800"', b"[" * 9000, b'"' * 5])
-def test_what_is_no_json_is_refused_unbuilt(body: bytes) -> None:
-    """Broken syntax, NaN, half characters and deep nesting are refused by the syntax check."""
-    with pytest.raises(ApiError) as caught:
-        check_outline(body, FEW)
-    assert caught.value.body.code == "invalid_json"
-
-
-def test_the_largest_legitimate_requests_are_within_bounds() -> None:
-    """Token ids for every choice, and a message of parts for every token of the context, pass."""
-    context, limits = 512, LimitSettings()
-    ids = json.dumps({"prompt": [[77] * (context - 1)] * limits.max_choices, "logit_bias": {"1": 1}}).encode()
-    check_outline(ids, completion_bounds(context, limits))
-    assert len(parse_body(ids, CompletionRequest).prompt) == limits.max_choices
-    message: dict[str, object] = {"role": "assistant", "content": [{"type": "text", "text": "a"}], "name": "b"}
-    message |= {"refusal": None, "audio": None, "function_call": None, "tool_calls": [], "annotations": []}
-    chat = json.dumps({"messages": [message] * context}).encode()
-    check_outline(chat, chat_bounds(context, limits))
-    assert len(parse_body(chat, ChatCompletionRequest).messages) == context
-
-
-@pytest.mark.parametrize("body", [MANY_LISTS, MANY_LISTS[:-1]], ids=["valid", "malformed"])
-async def test_a_large_body_is_refused_before_it_is_built(
-    service: Service, body: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A body of very many lists, whole or cut off, gets 400 and is neither decoded nor explained from a tree."""
-    monkeypatch.setattr("service.generation_routes.parse_body", _fail)
-    monkeypatch.setattr("service.websocket.parse_body", _fail)
-    code = "too_many_values" if body is MANY_LISTS else "invalid_json"
-    assert len(body) > SMALL_BODY_BYTES
-    status, answer = await service.post(TEXT, body)
-    assert (status, answer["error"]["code"]) == (400, code)
-    async with service.client.ws_connect(f"{service.url}/v1/stream") as socket:
-        await socket.send_bytes(b'{"type":"generate","id":"a","request":' + body + b"}")
-        failed = json.loads(await socket.receive_str())
-        assert failed["error"]["code"] == code
-
-
-def _fail(*_: object, **__: object) -> object:
-    raise AssertionError("the body was decoded")
 
 
 async def test_memory_that_has_run_out_is_503(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,4 +86,21 @@ async def test_a_large_message_is_served(service: Service) -> None:
             await socket.send_json({"type": "generate", "id": message_id, "request": request})
             while (message := await socket.receive_json())["type"] != "finished":
                 assert (message["id"], message["type"] != "error") == (message_id, True), message
-    assert (service.front.bodies.held, service.front.long_texts.pending) == (0, 0)
+    assert (service.front.bodies.held, service.front.large_requests.num_waiting) == (0, 0)
+
+
+async def test_a_large_message_is_refused_by_its_id(service: Service) -> None:
+    """The error of a large message names its id, or none where that could not be read; the socket goes on."""
+    filler = "u" * 2 * SMALL_BODY_BYTES
+    async with service.client.ws_connect(f"{service.url}/v1/stream") as socket:
+        for message, message_id, param in (
+            ({"type": "generate", "id": "a", "request": {"prompt": "hi", "user": filler, "n": 0}}, "a", "n"),
+            ({"type": "generate", "id": "b", "request": {"user": filler}}, "b", "request"),
+            ({"type": "cancel", "id": "c", "user": filler}, "c", "type"),
+            ({"id": "d", "user": filler}, None, "type"),
+        ):
+            await socket.send_json(message)
+            failed = await socket.receive_json()
+            assert (failed["type"], failed["id"], failed["error"]["param"]) == ("error", message_id, param), failed
+        await socket.send_json({"type": "generate", "id": "e", "request": {"prompt": "hi", "max_tokens": 1}})
+        assert (await socket.receive_json())["type"] == "started"
