@@ -10,6 +10,7 @@ import socket
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -224,10 +225,14 @@ async def test_a_large_request_is_answered_like_a_small_one(service: Service) ->
     assert service.front.bodies.held == 0
 
 
-def pids(service: Service) -> list[int]:
-    """Processes for large requests that the service has."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [int(pid) for pid in children if b"large_request_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+def pids() -> list[int]:
+    """Processes for large requests that this process has."""
+    found = []
+    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        with suppress(FileNotFoundError):  # it has just ended
+            if b"large_request_worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(int(pid))
+    return found
 
 
 def padded(num_bytes: int, **fields: object) -> dict[str, object]:
@@ -237,7 +242,7 @@ def padded(num_bytes: int, **fields: object) -> dict[str, object]:
 async def test_a_killed_process_fails_its_request_alone(service: Service) -> None:
     """When the process is killed, its request gets 503 with a reason, and the next one a new process."""
     assert (await service.post(TEXT, padded(2 * LARGE_BYTES)))[0] == 200
-    (pid,) = pids(service)
+    (pid,) = pids()
     os.kill(pid, signal.SIGSTOP)
     asking = asyncio.create_task(service.post(TEXT, padded(2 * LARGE_BYTES)))
     await asyncio.sleep(0.2)
@@ -245,33 +250,33 @@ async def test_a_killed_process_fails_its_request_alone(service: Service) -> Non
     status, answer = await asking
     assert (status, answer["error"]["code"]) == (503, "large_request_failed")
     assert (await service.post(TEXT, padded(2 * LARGE_BYTES)))[0] == 200
-    assert pid not in pids(service)
+    assert pid not in pids()
 
 
 async def test_a_process_that_hangs_is_killed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that takes too long gets 503, and the process that it hangs in is gone."""
     assert (await service.post(TEXT, padded(2 * LARGE_BYTES)))[0] == 200
-    (pid,) = pids(service)
+    (pid,) = pids()
     os.kill(pid, signal.SIGSTOP)
     monkeypatch.setattr("service.large_requests.PARSE_SECONDS", 0.3)
     assert (await service.post(TEXT, padded(2 * LARGE_BYTES)))[0] == 503
-    await service.until(lambda: pids(service) == [])
+    await service.until(lambda: pids() == [])
 
 
 async def test_the_process_ends_when_it_is_idle(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without large requests there is no process; the next one starts another."""
-    assert pids(service) == []
+    assert pids() == []
     monkeypatch.setattr("service.large_requests.IDLE_SECONDS", 0.2)
     for _ in range(2):
         assert (await service.post(TEXT, padded(2 * LARGE_BYTES)))[0] == 200
-        await service.until(lambda: pids(service) == [])
+        await service.until(lambda: pids() == [])
 
 
 async def test_the_smallest_request_goes_first(start_service: StartService) -> None:
     """Of requests that wait the smallest is next, and one whose client has left is passed over."""
     service = await start_service(limits=LimitSettings(max_body_bytes=1024**2))
     assert (await service.post(TEXT, padded(2 * LARGE_BYTES)))[0] == 200
-    (pid,) = pids(service)
+    (pid,) = pids()
     os.kill(pid, signal.SIGSTOP)
     order: list[int] = []
 
