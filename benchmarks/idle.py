@@ -80,10 +80,10 @@ def descendants(pid: int) -> Iterator[int]:
                 yield from descendants(child)
 
 
-def memory_mb(pid: int) -> float:
-    """Proportional set size of a process, in units of 10^6 bytes."""
+def memory_mb(pid: int, kind: str = "Pss") -> float:
+    """Proportional set size of a process, in units of 10^6 bytes; or another `kind` in smaps_rollup, such as "Rss"."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("Pss:"))
+    return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith(f"{kind}:"))
 
 
 def _command(pid: int) -> str:

@@ -42,7 +42,7 @@ LOOK_SECONDS = 10.0
 SETTLE_SECONDS = 60.0
 """Longest wait at the end until nothing is in use."""
 MAX_SLOPE = 0.05
-"""MB a minute."""
+"""MB a minute of resident memory, which does not change when another process maps the same files."""
 MAX_FAULTS = 50
 FLAGS = ("--engines", "2")
 
@@ -151,7 +151,7 @@ class Soak:
 
     async def _watch(self) -> None:
         while True:
-            self.memory.append(memory_mb(self._server.pid))
+            self.memory.append(memory_mb(self._server.pid, "Rss"))
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _settle(self) -> None:
