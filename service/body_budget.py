@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 SMALL_BODY_BYTES = 64 * 1024
-"""A body that announces at most so much never waits: the limit of connections bounds what all of them hold."""
+"""Largest body that never waits: the limit of connections bounds what all of these hold. A larger one is parsed in
+another process."""
 GRACE_SECONDS = 5.0
 """A body that has been arriving for longer is given up when another one waits for its room."""
 RETRY_SECONDS = 0.5
@@ -27,7 +28,7 @@ class Hold:
         """The deadline of reading, while the body is being read."""
 
     async def take_turn(self) -> None:
-        """Wait before reading on, so that of all large bodies one is read in each pass of the event loop."""
+        """Wait before reading on: each pass of the event loop reads from one large body only."""
         if self._turn is not None:
             async with self._turn:
                 await asyncio.sleep(0)

@@ -76,6 +76,7 @@ class Front:
         """Where finished requests are recorded, if that was asked for and while the service runs."""
         self.bodies = BodyBudget(settings.limits.max_pending_bytes)
         self.large_requests = LargeRequests()
+        self.metrics.large_requests.set_function(lambda: self.large_requests.num_waiting)
         self._model: ServedModel | None = None
         self._loading = asyncio.Lock()
         self.experiments = Experiments(
@@ -194,7 +195,7 @@ class Front:
             return await self.large_requests.parse(message, pieces, load)
 
     def _check_room(self, num_choices: int) -> None:
-        """Raises `ApiError`: 503 if no engine is ready, 429 if the engines cannot take so many sequences now."""
+        """Raises `ApiError`: 503 if no engine is ready, 429 if the engines have no room for `num_choices` sequences."""
         if self.client.ready is None:
             raise ApiError.unavailable("no engine is ready; try again shortly", "engine_not_ready")
         self.admission.check_room(self.client.num_live, num_choices, self.client.capacity)

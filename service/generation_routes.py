@@ -9,6 +9,7 @@ from aiohttp import web
 
 from service.answer import Answer
 from service.bodies import received_body
+from service.body_budget import SMALL_BODY_BYTES
 from service.choice import ChoiceDelta
 from service.context import ARRIVED_AT, FRONT
 from service.errors import ApiError
@@ -16,7 +17,7 @@ from service.event_stream import ClientStalledError, EventStream
 from service.formats import AnswerFormat, ChatFormat, CompletionFormat
 from service.front import Front
 from service.large_request_messages import Kind, Parsed, fields_of
-from service.large_requests import LARGE_BYTES, parsed
+from service.large_requests import parsed
 from service.origin import Origin
 from service.schema import ChatCompletionRequest, CompletionRequest, GenerationBody, GenerationRequest
 from service.validation import parse_body
@@ -56,7 +57,7 @@ async def _parsed(
 ) -> GenerationBody | Parsed:
     """The body of a request; a large one is tokenized as well."""
     async with received_body(request) as pieces:
-        if sum(map(len, pieces)) > LARGE_BYTES:
+        if sum(map(len, pieces)) > SMALL_BODY_BYTES:
             kind: Kind = "chat" if request_type is ChatCompletionRequest else "completion"
             return parsed(await request.app[FRONT].parse_large(kind, pieces))
         return parse_body(b"".join(pieces), request_type)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 import sys
 import traceback
 from contextlib import suppress
@@ -25,12 +24,11 @@ from service.served_model import ServedModel
 from service.settings import LimitSettings
 from service.socket_messages import Incoming, parse_generate
 from service.validation import parse_body
-from speculation.framing import encode_frame
+from speculation.framing import encode_frame, read_frame
 
 NICENESS = 10
 """Added to the front's niceness: its event loop and the engine's steps go first."""
 
-_LENGTH = struct.Struct("<I")
 _DECODER = msgspec.msgpack.Decoder(ToWorker)
 
 
@@ -39,8 +37,7 @@ def serve(connection: socket.socket) -> None:
     model: ServedModel | None = None
     limits = LimitSettings()
     with connection.makefile("rb") as received:
-        while head := received.read(_LENGTH.size):
-            message = _DECODER.decode(received.read(*_LENGTH.unpack(head)))
+        while (message := read_frame(received, _DECODER)) is not None:
             if isinstance(message, Load):
                 folder = Path(message.folder)
                 model, limits = ServedModel.load(message.model_name, folder, message.ready), message.limits

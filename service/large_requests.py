@@ -1,4 +1,7 @@
-"""Large requests: parsed and tokenized in a process of their own, so that they delay nothing else in the front."""
+"""Large requests: parsed and tokenized in a process of their own, so that they delay nothing else in the front.
+
+A request is large above `SMALL_BODY_BYTES`; parsing a smaller one takes the front a millisecond.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,10 @@ from dataclasses import dataclass, field
 import structlog
 
 from service.background import start_task
-from service.body_budget import SMALL_BODY_BYTES
 from service.errors import ApiError
 from service.large_request_messages import Failed, FromWorker, Load, Parse, Parsed, Refused
 from speculation.framing import FrameReader, encode_frame
 
-LARGE_BYTES = SMALL_BODY_BYTES
-"""Bytes of a body or WebSocket message above which it is parsed here; a smaller one takes the front a millisecond."""
 IDLE_SECONDS = 60.0
 """Time without large requests after which the process ends. Starting it takes about half a second."""
 PARSE_SECONDS = 60.0
@@ -140,7 +140,10 @@ class _Process:
         return None if self._process is None else self._process.pid
 
     async def answer(self, message: Parse, pieces: Sequence[bytes]) -> FromWorker:
-        """Raises OSError, TimeoutError, or `FramingError`."""
+        """The answer to one request, the process being started for it if need be.
+
+        Raises OSError, TimeoutError or `FramingError`, after which the process is of no further use.
+        """
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(PARSE_SECONDS):
             connection = self._socket or await self._start()

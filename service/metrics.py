@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -76,6 +76,9 @@ class ServiceMetrics:
         self.engine = EngineCollector()
         self.registry.register(self.engine)
         self.requests = Counter("forerun_requests", "Requests answered.", ["route", "status"], registry=self.registry)
+        self.large_requests = Gauge(
+            "forerun_large_requests_waiting", "Requests over 64 KiB that wait to be parsed.", registry=self.registry
+        )
         self.departures = Counter(
             "forerun_client_departures", "Clients that left before their answer.", registry=self.registry
         )

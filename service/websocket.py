@@ -12,6 +12,7 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from msgspec import UNSET, UnsetType
 
 from service.answer import Answer, Closing
+from service.body_budget import SMALL_BODY_BYTES
 from service.choice import ChoiceDelta
 from service.connections import connection_of
 from service.context import FRONT, check_origin
@@ -19,7 +20,7 @@ from service.errors import ApiError, ErrorBody, shorten
 from service.event_stream import drop, limit_writes
 from service.front import Front
 from service.large_request_messages import Parsed
-from service.large_requests import LARGE_BYTES, parsed
+from service.large_requests import parsed
 from service.origin import Origin
 from service.request_metrics import Metrics
 from service.responses import Usage
@@ -163,7 +164,7 @@ class Conversation:
     async def _handle(self, data: bytes, tasks: asyncio.TaskGroup) -> None:
         message_id: str | None = None
         try:
-            if len(data) > LARGE_BYTES:
+            if len(data) > SMALL_BODY_BYTES:
                 async with self._front.bodies.hold(len(data)):
                     answer = await self._front.parse_large("socket", [data])
                 message_id = answer.message_id

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import BinaryIO, Generic, TypeVar
 
 import msgspec
 
@@ -36,6 +36,15 @@ def encode_frame(message: msgspec.Struct) -> bytes:
     if len(payload) > MAX_FRAME_BYTES:
         raise FramingError(f"a {type(message).__name__} of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}")
     return _LENGTH.pack(len(payload)) + payload
+
+
+def read_frame(stream: BinaryIO, decoder: msgspec.msgpack.Decoder[MessageT]) -> MessageT | None:
+    """The next message of a blocking stream, and no byte behind it; None at the end of the stream.
+
+    For a peer that is trusted: raises what `decoder` raises.
+    """
+    header = stream.read(_LENGTH.size)
+    return decoder.decode(stream.read(*_LENGTH.unpack(header))) if header else None
 
 
 class FrameReader(Generic[MessageT]):

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from service import large_request_worker
-from service.body_budget import BodyBudget
+from service.body_budget import SMALL_BODY_BYTES, BodyBudget
 from service.errors import ApiError
 from service.large_request_messages import Parse, Refused
-from service.large_requests import COMMAND, LARGE_BYTES, parsed
+from service.large_requests import COMMAND, parsed
 from service.served_model import BODY_ROOM_BYTES, ServedModel
 from service.settings import LimitSettings
 from service.text_bound import bytes_per_token
@@ -115,7 +115,7 @@ def test_what_cannot_fit_is_not_tokenized(model: ServedModel, number: int, monke
 
 
 def test_a_mistake_of_ours_is_told_apart(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception in the process is 500 for the client, a lack of memory 503; neither ends the process."""
+    """An exception while a large request is parsed is 500 for the client, and a lack of memory 503."""
     for error, status in ((RuntimeError("ours"), 500), (MemoryError(), 503)):
 
         def fail(*_: object, error: Exception = error, **__: object) -> list[int]:
@@ -217,7 +217,7 @@ async def test_a_large_request_is_answered_like_a_small_one(service: Service) ->
         (CHAT, {"messages": [USER], "logprobs": True, "speculation": "ngram"}),
     ):
         small: dict[str, object] = {**asked, "max_tokens": 5, "seed": 7, "return_token_ids": True}
-        large = {**small, "metadata": {"padding": "x" * 2 * LARGE_BYTES}}
+        large = {**small, "metadata": {"padding": "x" * 2 * SMALL_BODY_BYTES}}
         answers = [await service.post(path, body) for body in (small, large)]
         assert [status for status, _ in answers] == [200, 200], answers
         assert answers[0][1]["choices"] == answers[1][1]["choices"]
@@ -241,25 +241,25 @@ def padded(num_bytes: int, **fields: object) -> dict[str, object]:
 
 async def test_a_killed_process_fails_its_request_alone(service: Service) -> None:
     """When the process is killed, its request gets 503 with a reason, and the next one a new process."""
-    assert (await service.post(TEXT, padded(2 * LARGE_BYTES)))[0] == 200
+    assert (await service.post(TEXT, padded(2 * SMALL_BODY_BYTES)))[0] == 200
     (pid,) = pids()
     os.kill(pid, signal.SIGSTOP)
-    asking = asyncio.create_task(service.post(TEXT, padded(2 * LARGE_BYTES)))
+    request = asyncio.create_task(service.post(TEXT, padded(2 * SMALL_BODY_BYTES)))
     await asyncio.sleep(0.2)
     os.kill(pid, signal.SIGKILL)
-    status, answer = await asking
+    status, answer = await request
     assert (status, answer["error"]["code"]) == (503, "large_request_failed")
-    assert (await service.post(TEXT, padded(2 * LARGE_BYTES)))[0] == 200
+    assert (await service.post(TEXT, padded(2 * SMALL_BODY_BYTES)))[0] == 200
     assert pid not in pids()
 
 
 async def test_a_process_that_hangs_is_killed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that takes too long gets 503, and the process that it hangs in is gone."""
-    assert (await service.post(TEXT, padded(2 * LARGE_BYTES)))[0] == 200
+    assert (await service.post(TEXT, padded(2 * SMALL_BODY_BYTES)))[0] == 200
     (pid,) = pids()
     os.kill(pid, signal.SIGSTOP)
     monkeypatch.setattr("service.large_requests.PARSE_SECONDS", 0.3)
-    assert (await service.post(TEXT, padded(2 * LARGE_BYTES)))[0] == 503
+    assert (await service.post(TEXT, padded(2 * SMALL_BODY_BYTES)))[0] == 503
     await service.until(lambda: pids() == [])
 
 
@@ -268,26 +268,27 @@ async def test_the_process_ends_when_it_is_idle(service: Service, monkeypatch: p
     assert pids() == []
     monkeypatch.setattr("service.large_requests.IDLE_SECONDS", 0.2)
     for _ in range(2):
-        assert (await service.post(TEXT, padded(2 * LARGE_BYTES)))[0] == 200
+        assert (await service.post(TEXT, padded(2 * SMALL_BODY_BYTES)))[0] == 200
         await service.until(lambda: pids() == [])
 
 
 async def test_the_smallest_request_goes_first(start_service: StartService) -> None:
-    """Of requests that wait the smallest is next, and one whose client has left is passed over."""
+    """Waiting requests are parsed in order of size; one whose client has left is skipped; a metric counts them."""
     service = await start_service(limits=LimitSettings(max_body_bytes=1024**2))
-    assert (await service.post(TEXT, padded(2 * LARGE_BYTES)))[0] == 200
+    assert (await service.post(TEXT, padded(2 * SMALL_BODY_BYTES)))[0] == 200
     (pid,) = pids()
     os.kill(pid, signal.SIGSTOP)
     order: list[int] = []
 
     async def ask(size: int) -> None:
-        assert (await service.post(TEXT, padded(size * LARGE_BYTES)))[0] == 200
+        assert (await service.post(TEXT, padded(size * SMALL_BODY_BYTES)))[0] == 200
         order.append(size)
 
     first = asyncio.create_task(ask(2))
     await asyncio.sleep(0.2)
     waiting = {size: asyncio.create_task(ask(size)) for size in (6, 4, 2, 3)}
     await service.until(lambda: service.front.large_requests.num_waiting == 4)
+    assert "forerun_large_requests_waiting 4.0" in (await service.get("/metrics"))[1]
     waiting[2].cancel()
     await asyncio.sleep(0.2)
     os.kill(pid, signal.SIGCONT)
@@ -307,13 +308,13 @@ def test_the_process_ends_with_the_front() -> None:
 
 async def test_an_operators_body_is_small(service: Service) -> None:
     """A profile or an experiment over 64 KiB is refused with the limit, before it is parsed."""
-    async with service.client.put(f"{service.url}/v1/speculation/a", data=b"[" * (LARGE_BYTES + 1)) as response:
+    async with service.client.put(f"{service.url}/v1/speculation/a", data=b"[" * (SMALL_BODY_BYTES + 1)) as response:
         assert response.status == 413
-        assert str(LARGE_BYTES) in (await response.json())["error"]["message"]
+        assert str(SMALL_BODY_BYTES) in (await response.json())["error"]["message"]
 
 
 async def test_large_bodies_take_turns() -> None:
-    """Of all large bodies that arrive, one piece is read in each pass of the event loop."""
+    """Each pass of the event loop reads a piece of one large body, however many arrive."""
     budget = BodyBudget(100)
     num_passes = num_pieces = 0
 
