@@ -298,6 +298,10 @@ def test_nothing_comes_from_elsewhere(page: Page) -> None:
 def test_the_model_answers_by_keyboard_alone(real: Page) -> None:
     """Without a pointer two configs are compared on the embedded model: one text, coloured, each token readable."""
     real.open()
+    real.tab_to(".settings select")
+    real.keys("with parameters")
+    real.tab_to(".parameters input")
+    real.keys("4")  # a fixed length: an adaptive one may find plain decoding quicker, on a busy machine
     real.tab_to("#compare")
     real.keys(Keys.SPACE)
     real.tab_to(".pairs .field:first-child input")
