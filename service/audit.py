@@ -21,8 +21,10 @@ from service.engine_client import EngineRejectedError, EngineUnavailableError, O
 from service.experiments.manager import Assignment, Experiments
 from speculation.messages import NoSpeculation, SequenceOutput, Submit, TokenLogprob
 
-MAX_WAITING_TOKENS = 1 << 18
-"""What may wait to be run again, prompts included: about 10 MB. The oldest make room."""
+MAX_WAITING_BYTES = 1 << 20
+"""Of requests that wait to be run again, prompts included. The oldest make room."""
+RECORD_BYTES = 512
+"""Taken by one that waits, beside its message."""
 MAX_DIVERGENCES = 32
 """How many are shown, newest first; all are counted."""
 MAX_ATTEMPTS = 5
@@ -82,24 +84,11 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     divergences: list[FoundDivergence]
 
 
-@dataclass(slots=True, eq=False)
-class Sample:
-    """One sequence that is to be run again, and what it gave."""
+class Run(msgspec.Struct, frozen=True):
+    """A sequence as it was asked for, and the tokens it gave."""
 
     submit: Submit
-    method: str
-    assignment: Assignment | None
-    token_ids: list[int] = field(default_factory=list)
-    num_attempts: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.submit.prompt_token_ids) + len(self.token_ids)
-
-    def add(self, output: SequenceOutput) -> None:
-        """What the engine said of the request; only of the sampled choice it is kept."""
-        if output.request_id == self.submit.request_id:
-            self.token_ids += output.token_ids
+    token_ids: list[int]
 
     def plain(self) -> Submit:
         """The same sequence without speculation, computed from its first token on.
@@ -124,6 +113,39 @@ class Sample:
         )
 
 
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One sequence of a request that is being answered, and what it has given so far."""
+
+    submit: Submit
+    method: str
+    assignment: Assignment | None
+    token_ids: list[int] = field(default_factory=list)
+
+    def add(self, output: SequenceOutput) -> None:
+        """What the engine said of the request; only of the sampled choice it is kept."""
+        if output.request_id == self.submit.request_id:
+            self.token_ids += output.token_ids
+
+
+@dataclass(slots=True, eq=False)
+class WaitingRun:
+    """A run that is to be repeated. It may wait for hours, and is kept as a message: a tenth of the memory."""
+
+    message: bytes
+    """A `Run`, in MessagePack."""
+    method: str
+    assignment: Assignment | None
+    num_attempts: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.message) + RECORD_BYTES
+
+
+_DECODER = msgspec.msgpack.Decoder(Run)
+
+
 class Auditor:
     """Chooses requests, and runs them again one at a time. `run` is its whole life."""
 
@@ -144,7 +166,8 @@ class Auditor:
         self._share = share
         self._is_quiet = is_quiet
         self._on_audit = on_audit
-        self._waiting: deque[Sample] = deque()
+        self._waiting: deque[WaitingRun] = deque()
+        self._num_waiting_bytes = 0
         self._has_work = asyncio.Event()
         self._num_audited = self._num_diverged = self._num_dropped = 0
         self._divergences: deque[FoundDivergence] = deque(maxlen=MAX_DIVERGENCES)
@@ -169,13 +192,22 @@ class Auditor:
 
     def keep(self, sample: Sample) -> None:
         """The request was answered to its end: it waits for its second run."""
-        if not sample.token_ids:
-            return
-        self._waiting.append(sample)
-        while sum(each.num_tokens for each in self._waiting) > MAX_WAITING_TOKENS:
-            self._waiting.popleft()
+        if sample.token_ids:
+            message = msgspec.msgpack.encode(Run(sample.submit, sample.token_ids))
+            self._append(WaitingRun(message, sample.method, sample.assignment))
+
+    def _append(self, waiting: WaitingRun) -> None:
+        self._waiting.append(waiting)
+        self._num_waiting_bytes += waiting.num_bytes
+        while self._num_waiting_bytes > MAX_WAITING_BYTES:
+            self._pop()
             self._num_dropped += 1
         self._has_work.set()
+
+    def _pop(self) -> WaitingRun:
+        waiting = self._waiting.popleft()
+        self._num_waiting_bytes -= waiting.num_bytes
+        return waiting
 
     async def run(self) -> None:
         """Audit whenever nobody waits, until cancelled."""
@@ -188,12 +220,14 @@ class Auditor:
         if not self._waiting:
             self._has_work.clear()
             return
-        sample = self._waiting.popleft()
-        outputs = await self._run_plain(sample)
+        waiting = self._pop()
+        run = _DECODER.decode(waiting.message)
+        outputs = await self._run_plain(run)
+        waiting.num_attempts += 1
         if outputs is not None:
-            self._conclude(sample, outputs)
-        elif sample.num_attempts < MAX_ATTEMPTS:
-            self.keep(sample)
+            self._conclude(waiting, run, outputs)
+        elif waiting.num_attempts < MAX_ATTEMPTS:
+            self._append(waiting)
         else:
             self._num_dropped += 1
 
@@ -203,12 +237,11 @@ class Auditor:
             await asyncio.sleep(LOOK_SECONDS)
             num_looks = num_looks + 1 if self._is_quiet(0) else 0
 
-    async def _run_plain(self, sample: Sample) -> list[SequenceOutput] | None:
+    async def _run_plain(self, run: Run) -> list[SequenceOutput] | None:
         """The second run; None if it was broken off, because somebody came or the engine went."""
-        sample.num_attempts += 1
         outputs: list[SequenceOutput] = []
         try:
-            async with self._client.submit([sample.plain()], is_internal=True) as stream:
+            async with self._client.submit([run.plain()], is_internal=True) as stream:
                 while not stream.is_finished:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(LOOK_SECONDS):
@@ -219,23 +252,24 @@ class Auditor:
             return None
         return outputs
 
-    def _conclude(self, sample: Sample, outputs: Sequence[SequenceOutput]) -> None:
+    def _conclude(self, waiting: WaitingRun, run: Run, outputs: Sequence[SequenceOutput]) -> None:
         plain = [token_id for output in outputs for token_id in output.token_ids]
         rows = [row for output in outputs for row in output.logprobs or ()]
-        divergence = divergence_of(sample.token_ids, plain, rows)
+        divergence = divergence_of(run.token_ids, plain, rows)
         self._num_audited += 1
         self._on_audit(divergence is not None)
-        if sample.assignment is not None:
-            self._experiments.observe_audit(sample.assignment, diverged=divergence is not None)
+        assignment = waiting.assignment
+        if assignment is not None:
+            self._experiments.observe_audit(assignment, diverged=divergence is not None)
         if divergence is None:
             return
         self._num_diverged += 1
         found = FoundDivergence(
             **msgspec.structs.asdict(divergence),
-            generation=sample.submit.request_id,
-            method=sample.method,
-            experiment=None if sample.assignment is None else sample.assignment.experiment,
-            arm=None if sample.assignment is None else sample.assignment.arm,
+            generation=run.submit.request_id,
+            method=waiting.method,
+            experiment=None if assignment is None else assignment.experiment,
+            arm=None if assignment is None else assignment.arm,
             found_at=time.time(),
         )
         self._divergences.appendleft(found)

@@ -62,6 +62,7 @@ class Reporter:
         """One life, when the one before has been taken back."""
         if before is not None:
             await asyncio.wait({before})
+            before = None  # a cancelled task keeps its frames: each life would keep all those before it
         try:
             if self._member.is_warming:
                 with logged_failures(f"warm start of {self._member.engine_id}"):

@@ -143,7 +143,7 @@ async def test_the_audit_gives_way(start_service: StartService) -> None:
 
 async def test_what_waits_is_bounded(start_service: StartService, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest sample makes room for the newest, and is counted as dropped."""
-    monkeypatch.setattr(audit, "MAX_WAITING_TOKENS", 40)
+    monkeypatch.setattr(audit, "MAX_WAITING_BYTES", 2 * audit.RECORD_BYTES)
     service = await start_service(audit_share=1.0)
     running = asyncio.create_task(
         service.post(TEXT, {"prompt": "hi", "max_tokens": 100, "ignore_eos": True, "cache_salt": "slow"})
