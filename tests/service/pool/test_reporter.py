@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
 
+from cache_store.block_publisher import BlockPublisher
 from cache_store.guarded_store import GuardedStore
 from cache_store.metadata import PrefixUse, Retention
 from cache_store.store_health import StoreHealth
@@ -33,6 +35,11 @@ async def reported(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pool]:
     engine.serve()
     yield pool
     await follower.close()
+
+
+def num_publishers() -> int:
+    gc.collect()
+    return sum(isinstance(each, BlockPublisher) for each in gc.get_objects())
 
 
 async def test_the_store_hears_what_an_engine_is_like(reported: Pool) -> None:
@@ -66,3 +73,18 @@ async def test_an_engine_is_told_what_the_whole_pool_is_asked_for(reported: Pool
     async with asyncio.timeout(30):
         while Prefer([hot, cold]) not in engine.sent:
             await asyncio.sleep(0.01)
+
+
+async def test_past_lives_are_let_go(reported: Pool) -> None:
+    """However often an engine dies, what was kept for its earlier lives is freed."""
+    (engine,) = reported.engines
+    num_before = num_publishers()
+    async with asyncio.timeout(30):
+        for _ in range(5):
+            while not await reported.store.engines():
+                await asyncio.sleep(0.01)
+            engine.die()
+            while await reported.store.engines():
+                await asyncio.sleep(0.01)
+            engine.serve()
+    assert num_publishers() <= num_before + 1
