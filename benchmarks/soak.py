@@ -33,7 +33,17 @@ from benchmarks.idle import descendants, memory_mb
 from benchmarks.machine import Machine, describe_machine
 from benchmarks.questions import SMALL, read_questions
 from benchmarks.server_process import Server, serving
-from benchmarks.soak_client import CHAT, SOCKET, TEXT, WRONG, Case, SoakClient, WrongAnswerError, make_cases
+from benchmarks.soak_client import (
+    CHAT,
+    SOCKET,
+    TEXT,
+    WRONG,
+    Case,
+    SoakClient,
+    WrongAnswerError,
+    make_cases,
+    sending_trace,
+)
 
 NUM_WORKERS = 4
 NUM_CASES = 40
@@ -229,7 +239,7 @@ async def soak(arguments: argparse.Namespace) -> SoakReport:
     timeout = aiohttp.ClientTimeout(total=180.0)
     async with (
         serving(serve_command(flags), "/health/ready") as server,
-        aiohttp.ClientSession(timeout=timeout) as session,
+        aiohttp.ClientSession(timeout=timeout, trace_configs=[sending_trace()]) as session,
     ):
         run = Soak(server, session, arguments.questions, arguments.seed)
         return await run.run(arguments.minutes, arguments.kill_seconds)

@@ -65,10 +65,23 @@ def make_cases(questions: Sequence[Question], count: int, seed: int) -> list[Cas
     return cases
 
 
+def sending_trace() -> aiohttp.TraceConfig:
+    """Hooks for the session of a `SoakClient`, by which it knows whether a request was sent before it was left."""
+
+    async def note(_session: aiohttp.ClientSession, context: Any, _params: object) -> None:
+        if isinstance(context.trace_request_ctx, asyncio.Event):
+            context.trace_request_ctx.set()
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_chunk_sent.append(note)
+    return trace
+
+
 class SoakClient:
     """Asks a service by REST, SSE and WebSocket, leaves now and then, and counts what it did."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        """`session` was made with `sending_trace`."""
         self._session = session
         self._url = url
         self.answers: Counter[tuple[str, int]] = Counter()
@@ -76,7 +89,7 @@ class SoakClient:
         self.num_completion_tokens = 0
         """Tokens of answers read to their end, the generations of sockets included."""
         self.num_left: Counter[str] = Counter()
-        """Requests that were left before their end, by route."""
+        """Requests that were sent and left before their end, by route."""
         self.num_left_tokens = 0
         """Most tokens that those could have got."""
 
@@ -95,10 +108,11 @@ class SoakClient:
         """The tokens of a streamed answer; none where the client left after `leave_after` seconds."""
         body = {**_body(case, speculation), "stream": True, "stream_options": {"include_usage": True}}
         tokens: list[int] = []
+        sent = asyncio.Event()
         try:
             async with (
                 asyncio.timeout(leave_after),
-                self._session.post(self._url + case.route, json=body) as response,
+                self._session.post(self._url + case.route, json=body, trace_request_ctx=sent) as response,
             ):
                 if response.status != 200:
                     self.answers[case.route, response.status] += 1
@@ -110,7 +124,8 @@ class SoakClient:
                             raise WrongAnswerError(f"the stream ended with {event}")
                         tokens += [token for choice in event["choices"] for token in choice["token_ids"]]
         except TimeoutError:
-            self._leave(case)
+            if sent.is_set():
+                self._leave(case)
             return []
         self.answers[case.route, 200] += 1
         self.num_completion_tokens += len(tokens)
