@@ -20,6 +20,7 @@ from service.request_log import RecordingSettings
 from service.validation import explain
 from speculation.messages import SpeculationConfig
 from speculation.settings import EngineSettings, PositiveInt
+from speculation.submit_check import MAX_LOGPROBS
 
 PREFIX = "FORERUN_"
 NONE = "none"
@@ -100,7 +101,9 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_choices: Annotated[PositiveInt, Meta(description="most choices of a request: prompts times n")] = 32
     max_stop_strings: Annotated[PositiveInt, Meta(description="most stop strings, and most stop token ids")] = 16
     max_stop_length: Annotated[PositiveInt, Meta(description="most characters of a stop string")] = 256
-    max_logprobs: Annotated[int, Meta(ge=0, description="most alternatives reported beside a token")] = 20
+    max_logprobs: Annotated[
+        int, Meta(ge=0, le=MAX_LOGPROBS, description="most alternatives reported beside a token")
+    ] = 20
     max_logit_bias: Annotated[int, Meta(ge=0, description="most token ids in logit_bias")] = 1024
     max_socket_requests: Annotated[PositiveInt, Meta(description="most generations at a time on one WebSocket")] = 64
 

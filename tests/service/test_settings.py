@@ -67,6 +67,7 @@ def test_profiles_and_speculation_are_configs(tmp_path: Path) -> None:
         (["--port", "70000"], {}, '--port: server.port is "70000": it must be an integer <= 65535'),
         ([], {"FORERUN_PORT": "many"}, 'FORERUN_PORT: server.port is "many": it must be an integer'),
         (["--stall-seconds", "nan"], {}, "--stall-seconds: server.stall_seconds"),
+        (["--max-logprobs", "1001"], {}, 'limits.max_logprobs is "1001": it must be an integer <= 1000'),
         (["--num-blocks", "1"], {}, "it must be an integer >= 2"),
         (["--num-threads", "0"], {}, 'it must be an integer >= 1, or "none"'),
         (["--eagle3", ""], {}, '--eagle3: engine.eagle3 is "": it must be a string of length >= 1, or "none"'),
