@@ -18,9 +18,8 @@ from service.experiments.validation import check_profile_name
 from service.pool.settings import ListenerSettings, PoolSettings, TenantSettings
 from service.request_log import RecordingSettings
 from service.validation import explain
-from speculation.messages import SpeculationConfig
+from speculation.messages import MAX_LOGPROBS, SpeculationConfig
 from speculation.settings import EngineSettings, PositiveInt
-from speculation.submit_check import MAX_LOGPROBS
 
 PREFIX = "FORERUN_"
 NONE = "none"

@@ -9,10 +9,11 @@ from __future__ import annotations
 import msgspec
 
 from draft.config import DraftModelConfig, NgramConfig, NoSpeculation, SpeculationConfig, method_of, resolve
-from target.sampling_params import BIAS, MAX_TOP_K, RANGES, Range, SamplingParams
+from target.sampling_params import BIAS, MAX_LOGPROBS, MAX_TOP_K, RANGES, Range, SamplingParams
 
 __all__ = [
     "BIAS",
+    "MAX_LOGPROBS",
     "MAX_TOP_K",
     "RANGES",
     "Abort",

@@ -10,10 +10,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from speculation.messages import Rejected, SamplingParams, Submit
-from target.sampling_params import BIAS, MAX_SEED, MAX_TOP_K, RANGES
+from target.sampling_params import BIAS, MAX_LOGPROBS, MAX_SEED, MAX_TOP_K, RANGES
 
-MAX_LOGPROBS = 1000
-"""Most alternatives beside a token, whatever the vocabulary."""
 MAX_PROMPT_LOGPROBS = 2_000_000
 """Most alternatives of all prompt tokens together: about 30 MB in the one message that reports them."""
 MAX_PRIORITY = 1_000_000

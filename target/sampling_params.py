@@ -7,6 +7,8 @@ from typing import NamedTuple
 import msgspec
 
 GREEDY_BELOW = 1e-5
+MAX_LOGPROBS = 1000
+"""Most alternatives that a request may have reported for a token, whatever the vocabulary."""
 MAX_TOP_K = 2**63 - 1
 """Largest `top_k`; from the size of the vocabulary on it keeps every token."""
 MAX_SEED = 2**64 - 1

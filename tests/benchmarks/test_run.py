@@ -151,8 +151,9 @@ def test_peers_get_the_model_that_is_served(tmp_path: Path) -> None:
 async def test_a_service_s_processes_are_found_with_their_memory() -> None:
     """The children of a process and theirs are listed, and each has memory."""
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(flush=True); input()'])"
-    pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, **pipes)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
     assert process.stdout is not None
     try:
         await process.stdout.readline()

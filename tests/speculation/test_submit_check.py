@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from speculation.messages import SamplingParams, Submit
-from speculation.submit_check import MAX_LOGPROBS, SubmitLimits, check_submit
-from target.sampling_params import RANGES
+from speculation.submit_check import SubmitLimits, check_submit
+from target.sampling_params import MAX_LOGPROBS, RANGES
 from tests.speculation.running import Run, engine_with, plain_loop, request_of
 from tests.speculation.token_runner import VOCAB_SIZE
 
