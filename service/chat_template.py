@@ -15,6 +15,17 @@ import jinja2.parser
 import jinja2.sandbox
 import msgspec
 
+SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+"""Fields of `tokenizer_config.json` that name a special token (transformers' `SPECIAL_TOKENS_ATTRIBUTES`)."""
+
 
 class ChatTemplateError(ValueError):
     """The template refuses these messages, or cannot render them."""
@@ -46,13 +57,13 @@ class ChatTemplate:
     def load(cls, folder: Path) -> ChatTemplate | None:
         """The template of a model folder: chat_template.jinja, else in tokenizer_config.json; None if there is none."""
         path = folder / "tokenizer_config.json"
-        config: dict[str, Any] = msgspec.json.decode(path.read_bytes()) if path.is_file() else {}
+        found: object = msgspec.json.decode(path.read_bytes()) if path.is_file() else None
+        config = found if isinstance(found, dict) else {}
         file = folder / "chat_template.jinja"
         source = file.read_text() if file.is_file() else _default_template(config.get("chat_template"))
         if source is None:
             return None
-        tokens = {name: _content(value) for name, value in config.items() if name.endswith("_token") and value}
-        return cls(source, tokens)
+        return cls(source, _special_tokens(config))
 
     def render(
         self,
@@ -70,15 +81,24 @@ class ChatTemplate:
             raise ChatTemplateError(str(error) or type(error).__name__) from error
 
 
-def _default_template(templates: str | list[dict[str, str]] | None) -> str | None:
-    """Of several named templates, the one called default."""
-    if not isinstance(templates, list):
-        return templates
-    return next((entry["template"] for entry in templates if entry["name"] == "default"), None)
+def _default_template(templates: object) -> str | None:
+    """A template as `tokenizer_config.json` holds it: a text, or several with names, of which one is the default."""
+    if isinstance(templates, list):
+        named = {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, dict)}
+        templates = named.get("default")
+    return templates if isinstance(templates, str) else None
 
 
-def _content(token: str | dict[str, Any]) -> str:
-    return token if isinstance(token, str) else str(token["content"])
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of the special tokens that `tokenizer_config.json` names, as transformers hands them to chat templates.
+
+    A model may have names of its own, in `extra_special_tokens`. Values that are no token are passed over: other
+    fields end in `_token` too, such as `add_bos_token`, which is a boolean.
+    """
+    extra = config.get("extra_special_tokens")
+    named = {name: config.get(name) for name in SPECIAL_TOKENS} | (extra if isinstance(extra, dict) else {})
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str) and text}
 
 
 def _to_json(

@@ -84,6 +84,26 @@ def test_the_embedded_model_s_prompt_has_the_tokens_transformers_gives_it(
     assert tokenizer.encode_rendered(template.render(protected)) == expected
 
 
+def test_fields_that_name_no_special_token_are_passed_over(tmp_path: Path) -> None:
+    """`add_bos_token` is a boolean, and other fields have shapes of their own; the special tokens are still found."""
+    folder = write_folder(tmp_path, byte_level_tokenizer(), "{{ bos_token }} {{ eos_token }} {{ image_token }}.")
+    path = folder / "tokenizer_config.json"
+    odd = {"add_bos_token": True, "add_eos_token": False, "unk_token": None, "pad_token": 3, "cls_token": {"id": 1}}
+    more = {"extra_special_tokens": {"image_token": "<image>"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | odd | more))
+    template = ChatTemplate.load(folder)
+    assert template is not None
+    assert template.render(MESSAGES) == "<|im_start|> <|im_end|> <image>."
+
+
+@pytest.mark.parametrize("found", [[], {"chat_template": 3}, {"chat_template": [{"name": "other"}, "x"]}])
+def test_an_unknown_shape_of_the_configuration_is_no_template(tmp_path: Path, found: object) -> None:
+    """A model whose `tokenizer_config.json` looks otherwise has no chat template, and is loaded."""
+    folder = write_folder(tmp_path, byte_level_tokenizer())
+    (folder / "tokenizer_config.json").write_text(json.dumps(found))
+    assert ChatTemplate.load(folder) is None
+
+
 def test_a_template_can_refuse() -> None:
     """`raise_exception` in a template ends as an error with its words."""
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
