@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def read_config(model_dir: Path) -> ModelConfig:
     Raises `CheckpointError` naming the file, the field, its value and what would fit.
     """
     path = model_dir / "config.json"
-    return _ConfigReader(path, read_json(path)).config(_generation_eos(model_dir))
+    return _ConfigReader(path, read_json(path)).config(_generation_eos(model_dir) + _tokenizer_eos(model_dir))
 
 
 def parse_config(path: Path, fields: dict[str, Any]) -> ModelConfig:
@@ -51,6 +52,30 @@ def _generation_eos(model_dir: Path) -> tuple[int, ...]:
     """Stop tokens of `generation_config.json`: instruction-tuned models name their end of turn there only."""
     path = model_dir / "generation_config.json"
     return _ids(read_json(path).get("eos_token_id")) if path.exists() else ()
+
+
+def _tokenizer_eos(model_dir: Path) -> tuple[int, ...]:
+    """The `eos_token` of `tokenizer_config.json`: some fine-tunes name their end of turn there only."""
+    path = model_dir / "tokenizer_config.json"
+    fields = read_json(path) if path.exists() else {}
+    token = fields.get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str) or not text:
+        return ()
+    return tuple(token_id for token_id, content in _added_tokens(model_dir, fields) if content == text)
+
+
+def _added_tokens(model_dir: Path, fields: dict[str, Any]) -> Iterator[tuple[int, str]]:
+    """Ids and texts of the tokens beside the vocabulary, from `tokenizer_config.json`, else from `tokenizer.json`."""
+    decoder = fields.get("added_tokens_decoder")
+    if isinstance(decoder, dict):
+        for token_id, token in decoder.items():
+            if token_id.isdecimal() and isinstance(token, dict):
+                yield int(token_id), str(token.get("content"))
+        return
+    path = model_dir / "tokenizer.json"
+    for token in (read_json(path).get("added_tokens") or ()) if path.exists() else ():
+        yield int(token["id"]), str(token["content"])
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:

@@ -76,6 +76,21 @@ def test_stop_tokens_come_from_both_configs(save_model: SaveModel) -> None:
     assert read_config(folder).eos_token_ids == (9, 5)
 
 
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("eos", ["<|im_end|>", {"__type": "AddedToken", "content": "<|im_end|>"}])
+def test_the_tokenizer_s_eos_ends_a_sequence(save_model: SaveModel, place: str, eos: object) -> None:
+    """A fine-tune that names its end of turn only as the tokenizer's `eos_token` stops there, too."""
+    folder, _ = save_model("llama", eos_token_id=2)
+    config: dict[str, object] = {"eos_token": eos}
+    if place == "tokenizer.json":
+        tokens = [{"id": 5, "content": "<|im_start|>"}, {"id": 7, "content": "<|im_end|>"}]
+        (folder / place).write_text(json.dumps({"added_tokens": tokens}))
+    else:
+        config["added_tokens_decoder"] = {"5": {"content": "<|im_start|>"}, "7": {"content": "<|im_end|>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert read_config(folder).eos_token_ids == (2, 7)
+
+
 def test_the_embedded_model_agrees_with_transformers(embedded_folder: Path) -> None:
     """On a real chat prompt the embedded model's logits are those of transformers, up to 1e-3."""
     tokenizer = AutoTokenizer.from_pretrained(embedded_folder)
