@@ -35,7 +35,7 @@ from service.pool.prefixes import Prefixes
 from service.pool.routing import ROUTINGS
 from service.pool.store import open_store
 from service.request_log import RequestLog, Transcript
-from service.schema import GenerationBody, GenerationRequest
+from service.schema import GenerationRequest, Received
 from service.served_model import ServedModel, default_name
 from service.settings import Settings
 from service.tenants import Tenant, Tenants
@@ -146,9 +146,7 @@ class Front:
         self.metrics.restarts.inc()
 
     @asynccontextmanager
-    async def generate(
-        self, generation_id: str, body: GenerationBody | Parsed, origin: Origin
-    ) -> AsyncIterator[Answer]:
+    async def generate(self, generation_id: str, body: Received | Parsed, origin: Origin) -> AsyncIterator[Answer]:
         """The answer to a request; leaving the context early ends it.
 
         Raises `ApiError` for what cannot be served, on entering or while the answer is read.
@@ -162,6 +160,8 @@ class Front:
                 interpreter = Interpreter(model, self.settings.limits, self.profiles)
                 generation = await asyncio.to_thread(interpreter.generation, generation_id, body)
             self._check_room(generation.num_choices)
+            if generation.ignored_fields:
+                _log.info("fields ignored", generation=generation_id, fields=generation.ignored_fields)
             assignment = self._assign(generation, fields, origin)
             generation = replace(
                 generation,
@@ -191,7 +191,12 @@ class Front:
             model = self.model
             self._check_room(1)
             load = Load(model_name=model.name, folder=str(model.folder), ready=model.ready, limits=self.settings.limits)
-            message = Parse(kind=kind, num_bytes=sum(map(len, pieces)), profiles=self.profiles)
+            message = Parse(
+                kind=kind,
+                num_bytes=sum(map(len, pieces)),
+                profiles=self.profiles,
+                unknown_fields=self.settings.server.unknown_fields,
+            )
             return await self.large_requests.parse(message, pieces, load)
 
     def _check_room(self, num_choices: int) -> None:

@@ -15,6 +15,7 @@ from msgspec import Meta
 from service.api_key import API_KEY_VARIABLE
 from service.errors import ApiError, did_you_mean
 from service.experiments.validation import check_profile_name
+from service.foreign_fields import UnknownFields
 from service.pool.settings import ListenerSettings, PoolSettings, TenantSettings
 from service.request_log import RecordingSettings
 from service.validation import explain
@@ -52,6 +53,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         str | None,
         Meta(description="folder with the tokenizer's files, where an engine's own folder is not on this machine"),
     ] = None
+    unknown_fields: Annotated[
+        UnknownFields,
+        Meta(
+            description='"ignore" leaves out request fields that are not known and cannot change the answer, and names '
+            'them in the header X-Forerun-Ignored and the log; "refuse" answers 400'
+        ),
+    ] = "ignore"
     shutdown_seconds: Annotated[
         Seconds, Meta(description="how long running requests may go on after SIGTERM before they are ended")
     ] = 30.0
