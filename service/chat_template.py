@@ -39,6 +39,10 @@ _TOOL_CONVERSATION: tuple[Mapping[str, Any], ...] = (
 )
 _RESULT_CONVERSATION = (_TOOL_CONVERSATION[0], {"role": "assistant", "content": "call"}, _TOOL_CONVERSATION[2])
 
+QUESTION = "forerunquestion"
+ANSWER = {"role": "assistant", "content": "forerunanswer"}
+"""Messages whose contents are found again in a rendered conversation."""
+
 
 class ChatTemplateError(ValueError):
     """The template refuses these messages, or cannot render them."""
@@ -110,6 +114,26 @@ class ChatTemplate:
         except ChatTemplateError:
             return ""
 
+    def after_answer(self) -> str:
+        """The text that the template puts after an assistant's answer; empty where that cannot be told.
+
+        It comes from a conversation that ends with the answer, or, where the template writes nothing after the last
+        turn, from one that goes on.
+        """
+        question = {"role": "user", "content": QUESTION}
+        for messages in ([question, ANSWER], [question, ANSWER, question]):
+            _, found, rest = self._render_or_nothing(messages).rpartition(ANSWER["content"])
+            if found and rest.strip():
+                return rest
+        return ""
+
+    def _render_or_nothing(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The rendered text, without a generation prompt; empty where the template raises."""
+        try:
+            return self.render(messages, add_generation_prompt=False)
+        except Exception:  # noqa: BLE001 - a template may raise anything, and is of use without this
+            return ""
+
 
 def _default_template(templates: object) -> str | None:
     """A template as `tokenizer_config.json` holds it: a text, or several with names, of which one is the default."""
@@ -153,6 +177,7 @@ _REFUSALS = (
     jinja2.TemplateError,
     TypeError,
     ValueError,
+    AttributeError,
     ArithmeticError,
     LookupError,
     MemoryError,

@@ -33,6 +33,8 @@ class Generation:
     sampling: SamplingParams
     """Of the first choice; choice i has the seed + i."""
     stop: tuple[str, ...] = ()
+    end_of_turn: int | None = None
+    """Token that ends the answer as the model's own stop tokens do, unless the request ignores those."""
     speculation: SpeculationConfig | None = None
     prediction_token_ids: tuple[int, ...] = ()
     priority: int = 0
@@ -84,4 +86,18 @@ class Generation:
         seed = (self.sampling.seed + choice) % SEED_SPAN
         max_tokens = self.prompt_of(choice).max_tokens or self.sampling.max_tokens
         min_tokens = min(self.sampling.min_tokens, max_tokens)
-        return msgspec.structs.replace(self.sampling, seed=seed, max_tokens=max_tokens, min_tokens=min_tokens)
+        return msgspec.structs.replace(
+            self.sampling,
+            seed=seed,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            stop_token_ids=self._stop_token_ids,
+        )
+
+    @property
+    def _stop_token_ids(self) -> tuple[int, ...]:
+        """The request's own, and the end of a turn unless the model's stop tokens are ignored."""
+        own = self.sampling.stop_token_ids
+        if self.end_of_turn is None or self.sampling.ignore_eos or self.end_of_turn in own:
+            return own
+        return (*own, self.end_of_turn)

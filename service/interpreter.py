@@ -127,7 +127,8 @@ class Interpreter:
         prompt = Prompt(self._truncated(self._render(request), request, max_tokens), None)
         max_tokens = self._max_tokens("messages", prompt, name, max_tokens, may_reduce=bool(request.truncate))
         found = self._generation(request_id, request, (prompt,), max_tokens, logprobs, request.prediction)
-        return replace(found, is_continuation=bool(request.continue_final_message))
+        is_continuation = bool(request.continue_final_message)
+        return replace(found, is_continuation=is_continuation, end_of_turn=self._model.end_of_turn)
 
     def _completion(self, request_id: str, request: CompletionRequest) -> Generation:
         self._model.check_name(request.model)

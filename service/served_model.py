@@ -32,6 +32,8 @@ class ServedModel:
     template: ChatTemplate | None
     created: int
     """Seconds since the epoch at which it was loaded."""
+    end_of_turn: int | None = None
+    """Token by which the chat template closes an assistant's turn, which ends the answer to a chat request."""
 
     @classmethod
     def load(cls, name: str, folder: Path, ready: Ready) -> ServedModel:
@@ -39,7 +41,11 @@ class ServedModel:
         tokenizer = Tokenizer.load(folder)
         if tokenizer.vocab_size > ready.vocab_size:
             raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {ready.vocab_size}")
-        return cls(name, folder, ready, tokenizer, ChatTemplate.load(folder), int(time.time()))
+        template = ChatTemplate.load(folder)
+        end_of_turn = None if template is None else tokenizer.leading_added_token(template.after_answer())
+        if end_of_turn is not None and end_of_turn >= ready.vocab_size:
+            end_of_turn = None
+        return cls(name, folder, ready, tokenizer, template, int(time.time()), end_of_turn)
 
     @property
     def context_length(self) -> int:
