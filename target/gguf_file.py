@@ -80,7 +80,10 @@ class GGUFModel:
 
     def _value(self, key: str, default: Any = None) -> Any:
         field = self._fields.get(key)
-        return default if field is None else field.contents()
+        try:
+            return default if field is None else field.contents()
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{self.path}: {key} is not UTF-8 text ({error})") from error
 
     def _whole(self, key: str, default: int | None = None) -> int:
         """A positive whole number of the architecture. Raises `CheckpointError` if it is absent without a default."""

@@ -126,6 +126,15 @@ def test_a_tensor_of_an_unknown_name_is_named(model: Any, tmp_path: Path) -> Non
             list(GGUFModel(tmp_path / "model.gguf").tensors())
 
 
+def test_a_text_that_is_not_utf_8_is_named(model: Any, tmp_path: Path) -> None:
+    """Bytes that are no text are refused with the key that holds them."""
+    path = tmp_path / "model.gguf"
+    write_gguf(path, model, "llama")
+    path.write_bytes(path.read_bytes().replace(b"llama", b"ll\xffma", 1))
+    with pytest.raises(CheckpointError, match=r"general\.architecture is not UTF-8 text"):
+        GGUFModel(path)
+
+
 def test_damaged_files_raise_no_other_error(model: Any, tmp_path: Path) -> None:
     """Whatever byte of the header is another, the file is read or refused with a `CheckpointError`."""
     path = tmp_path / "model.gguf"
