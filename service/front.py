@@ -39,7 +39,7 @@ from service.schema import GenerationRequest, Received
 from service.served_model import ServedModel, default_name
 from service.settings import Settings
 from service.tenants import Tenant, Tenants
-from speculation.messages import Ready, SpeculationConfig, Stats, method_of, resolve
+from speculation.messages import Ready, SamplingDefaults, SpeculationConfig, Stats, method_of, resolve
 
 _log = structlog.get_logger("forerun.generation")
 
@@ -138,7 +138,12 @@ class Front:
     def _load_model(self, ready: Ready) -> ServedModel:
         server = self.settings.server
         folder = Path(server.tokenizer or ready.model_folder).expanduser()
-        return ServedModel.load(server.model_name or default_name(self.settings.engine.model), folder, ready)
+        name = server.model_name or default_name(self.settings.engine.model)
+        recommended = ready.sampling_defaults if server.generation_config == "auto" else SamplingDefaults()
+        sampling = self.settings.sampling.over(recommended)
+        if sampling.source:
+            _log.info("sampling defaults", model=name, **msgspec.to_builtins(sampling))
+        return ServedModel.load(name, folder, ready, sampling)
 
     def lose(self) -> None:
         """An engine has died and will be replaced."""
@@ -190,7 +195,13 @@ class Front:
         with self.admission.enter():
             model = self.model
             self._check_room(1)
-            load = Load(model_name=model.name, folder=str(model.folder), ready=model.ready, limits=self.settings.limits)
+            load = Load(
+                model_name=model.name,
+                folder=str(model.folder),
+                ready=model.ready,
+                sampling=model.sampling,
+                limits=self.settings.limits,
+            )
             message = Parse(
                 kind=kind,
                 num_bytes=sum(map(len, pieces)),

@@ -122,10 +122,12 @@ class Interpreter:
         max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         self._check_logprobs("top_logprobs", logprobs)
+        may_reduce = bool(request.truncate) or max_tokens is None
+        max_tokens = self._model.sampling.max_tokens if max_tokens is None else max_tokens
         if max_tokens == 0:
             raise ApiError.invalid(name, f"{name} is 0; it must be at least 1, or -1 for what the context has room for")
         prompt = Prompt(self._truncated(self._render(request), request, max_tokens), None)
-        max_tokens = self._max_tokens("messages", prompt, name, max_tokens, may_reduce=bool(request.truncate))
+        max_tokens = self._max_tokens("messages", prompt, name, max_tokens, may_reduce=may_reduce)
         found = self._generation(request_id, request, (prompt,), max_tokens, logprobs, request.prediction)
         is_continuation = bool(request.continue_final_message)
         return replace(found, is_continuation=is_continuation, end_of_turn=self._model.end_of_turn)
@@ -137,7 +139,8 @@ class Interpreter:
                 "best_of", f"best_of is {request.best_of}; only the value of n, {request.n or 1}, is served"
             )
         self._check_logprobs("logprobs", request.logprobs)
-        max_tokens = OPENAI_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        default = self._model.sampling.max_tokens or OPENAI_COMPLETION_TOKENS
+        max_tokens = default if request.max_tokens is None else request.max_tokens
         is_scoring = max_tokens == 0
         if is_scoring and not request.echo:
             raise ApiError.invalid(
@@ -186,16 +189,18 @@ class Interpreter:
         min_tokens = request.min_tokens or 0
         if min_tokens > max_tokens and not request.truncate:
             raise ApiError.invalid("min_tokens", f"min_tokens is {min_tokens}, above max_tokens, {max_tokens}")
-        top_p = _or(request.top_p, 1.0)
-        top_k = min(max(request.top_k or 0, 0), self._model.ready.vocab_size)
+        defaults = self._model.sampling
+        top_p = _first(request.top_p, defaults.top_p, 1.0)
+        top_k = defaults.top_k if request.top_k is None else request.top_k
+        top_k = min(max(top_k or 0, 0), self._model.ready.vocab_size)
         return SamplingParams(
-            temperature=_or(request.temperature, 1.0),
+            temperature=_first(request.temperature, defaults.temperature, 1.0),
             top_p=top_p or 1.0,
             top_k=top_k if top_p else 1,
-            min_p=_or(request.min_p, 0.0),
-            presence_penalty=_or(request.presence_penalty, 0.0),
-            frequency_penalty=_or(request.frequency_penalty, 0.0),
-            repetition_penalty=_or(request.repetition_penalty, 1.0),
+            min_p=_first(request.min_p, defaults.min_p, 0.0),
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
             logit_bias=self._logit_bias(request.logit_bias or {}),
             seed=seed % SEED_SPAN,
             max_tokens=max_tokens,
@@ -402,5 +407,8 @@ def _num_prompts(request: CompletionRequest) -> int:
     return 1
 
 
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
+def _first(requested: float | None, recommended: float | None, default: float) -> float:
+    """The first of the values that is given: a request's, the model's, and what holds without either."""
+    if requested is not None:
+        return requested
+    return default if recommended is None else recommended

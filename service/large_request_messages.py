@@ -11,7 +11,7 @@ from service.foreign_fields import UnknownFields
 from service.generation import Generation
 from service.schema import GenerationRequest, Received
 from service.settings import LimitSettings
-from speculation.messages import Ready, SpeculationConfig
+from speculation.messages import Ready, SamplingDefaults, SpeculationConfig
 
 Kind = Literal["chat", "completion", "socket"]
 """Body of POST /v1/chat/completions, body of POST /v1/completions, or a `generate` message of GET /v1/stream."""
@@ -24,6 +24,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     folder: str
     """Where tokenizer.json and the chat template are."""
     ready: Ready
+    sampling: SamplingDefaults = SamplingDefaults()
+    """What requests get that set nothing else."""
     limits: LimitSettings
 
 

@@ -40,7 +40,8 @@ def serve(connection: socket.socket) -> None:
         while (message := read_frame(received, _DECODER)) is not None:
             if isinstance(message, Load):
                 folder = Path(message.folder)
-                model, limits = ServedModel.load(message.model_name, folder, message.ready), message.limits
+                model = ServedModel.load(message.model_name, folder, message.ready, message.sampling)
+                limits = message.limits
             else:
                 assert model is not None
                 body = received.read(message.num_bytes)

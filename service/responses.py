@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from service.answer import Answer, Closing
 from service.request_metrics import Metrics
+from speculation.messages import SamplingDefaults
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -199,6 +200,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     owned_by: Literal["forerun"] = "forerun"
     max_model_len: int
     description: str
+    sampling_defaults: SamplingDefaults
+    """What requests get that set nothing else, and where it comes from."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
