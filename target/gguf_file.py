@@ -14,7 +14,7 @@ from gguf.quants import dequantize
 from safetensors.numpy import save_file
 
 from target.config import RopeScaling
-from target.errors import CheckpointError
+from target.errors import CheckpointError, unreadable
 from target.gguf_parts import gguf_parts
 from target.rope_factors import llama3_scaling_of
 from target.sampling_defaults import GENERATION_CONFIG, GGUF_NAMES, GGUF_PREFIX, gguf_sampling_fields
@@ -244,7 +244,7 @@ def _reader_of(path: Path) -> GGUFReader:
     try:
         return GGUFReader(path)
     except (ValueError, IndexError, KeyError, OverflowError) as error:
-        raise CheckpointError(f"{path} is truncated or not a GGUF file ({error}); fetch it again") from error
+        raise CheckpointError(unreadable(path, "a GGUF file", error)) from error
 
 
 def _check_parts(parts: Collection[Path], readers: Collection[GGUFReader], num_tensors: int) -> None:
