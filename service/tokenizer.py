@@ -77,8 +77,10 @@ class Tokenizer:
             raise ValueError(f"{folder} has no tokenizer.json; a model folder needs one")
         try:
             return cls(path.read_bytes())
-        except (KeyError, TypeError, msgspec.DecodeError) as error:
+        except (KeyError, TypeError, AttributeError, IndexError, msgspec.DecodeError) as error:
             raise ValueError(f"{path} is not a tokenizer: {error!r}") from error
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     @property
     def strips_leading_space(self) -> bool:
