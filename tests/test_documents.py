@@ -40,6 +40,18 @@ def test_python_examples_are_python(page: Path) -> None:
             compile(example.code, f"{page.name}, {example.title}", "exec")
 
 
+def test_the_proposer_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The blocks of docs/proposers.md, run one after another, print the line that the page says they print."""
+    page = ROOT / "docs/proposers.md"
+    names: dict[str, object] = {}
+    for example in examples(page):
+        if example.language == "python":
+            exec(compile(example.code, page.name, "exec"), names)  # noqa: S102 - the page's own code is what is tested
+    printed = capsys.readouterr().out.strip()
+    assert printed
+    assert f"It prints `{printed}`" in page.read_text()
+
+
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
 def test_each_client_that_is_run_has_its_example_and_its_version(client: Client) -> None:
     """docs/clients.md has one example of each client of `make clients`, and names its installed version."""
