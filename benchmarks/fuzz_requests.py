@@ -58,6 +58,12 @@ COMMON_FIELDS: dict[str, Any] = {
     "prompt_cache_retention": "24h",
     "max_tokens": 2,
     "prediction": {"type": "content", "content": [{"type": "text", "text": "and so on"}]},
+    "include_stop_str_in_output": True,
+    "truncate": True,
+    "truncate_prompt_tokens": 100,
+    "skip_special_tokens": False,
+    "prompt_logprobs": 1,
+    "request_id": "fuzzed",
 }
 CHAT: dict[str, Any] = {
     **COMMON_FIELDS,
@@ -70,11 +76,15 @@ CHAT: dict[str, Any] = {
             "refusal": None,
             "audio": None,
             "function_call": None,
+            "reasoning_content": "It is easy.",
             "tool_calls": [],
             "annotations": [],
         },
+        {"role": "tool", "content": "3", "tool_call_id": "call00001"},
         {"role": "user", "content": "Count to three."},
     ],
+    "add_generation_prompt": True,
+    "continue_final_message": False,
     "max_completion_tokens": None,
     "logprobs": True,
     "top_logprobs": 2,
@@ -85,10 +95,24 @@ CHAT: dict[str, Any] = {
     "verbosity": "low",
     "reasoning_effort": "low",
 }
+TOOL_CALL = {
+    "id": "call00001",
+    "type": "function",
+    "index": 0,
+    "function": {"name": "count", "arguments": '{"to": 3}'},
+}
+TOOL_CHAT: dict[str, Any] = {
+    "messages": [
+        {"role": "user", "content": "Count to three."},
+        {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]},
+    ]
+}
+"""Refused by templates that do not render tool calls, which the embedded model's is one of."""
 STREAMED_CHAT: dict[str, Any] = {
     **CHAT,
     "stream": True,
-    "stream_options": {"include_usage": True, "include_obfuscation": False},
+    "prompt_logprobs": None,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False},
 }
 TEXT: dict[str, Any] = {
     **COMMON_FIELDS,
@@ -127,7 +151,7 @@ PROFILE: dict[str, Any] = {"speculation": SPECULATION[3], "default": False}
 PROMOTION: dict[str, Any] = {"arm": "a"}
 
 BODIES: dict[tuple[str, str], tuple[Any, ...]] = {
-    ("POST", "/v1/chat/completions"): (CHAT, STREAMED_CHAT),
+    ("POST", "/v1/chat/completions"): (CHAT, STREAMED_CHAT, TOOL_CHAT),
     ("POST", "/v1/completions"): (TEXT, {**TEXT, "prompt": "One, two,"}),
     ("PUT", "/v1/speculation/{name}"): (PROFILE, *({"speculation": each, "default": False} for each in SPECULATION)),
     ("POST", "/v1/experiments"): (

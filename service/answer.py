@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
+from urllib.parse import quote
 
 import msgspec
 
@@ -14,6 +15,11 @@ from service.generation import Generation
 from service.request_metrics import Metrics, speculative_decoding, timing
 from service.tokenizer import Tokenizer
 from speculation.messages import SequenceOutput
+
+IGNORED_FIELDS = "X-Forerun-Ignored"
+"""Header that names the request's fields that were left out."""
+MAX_HEADER_LENGTH = 1000
+"""Most characters of that header."""
 
 
 class Witness(Protocol):
@@ -67,7 +73,20 @@ class Answer:
     @property
     def headers(self) -> Mapping[str, str]:
         """What the response says beside its body."""
-        return {} if self.assignment is None else self.assignment.headers
+        headers = {} if self.assignment is None else dict(self.assignment.headers)
+        if self.generation.ignored_fields:
+            headers[IGNORED_FIELDS] = _listed(self.generation.ignored_fields)
+        return headers
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts; one that is answered several times counts once."""
+        return sum(len(prompt.token_ids) for prompt in self.generation.prompts)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Tokens shown so far."""
+        return sum(choice.num_tokens for choice in self._choices)
 
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
         """What is new, one entry a choice that has something new, until every choice has ended.
@@ -106,8 +125,8 @@ class Answer:
         firsts = [choice.metrics for choice in self._choices[:: self.generation.n] if choice.metrics is not None]
         first_at = self._stream.first_output_at or self._stream.last_output_at
         return Closing(
-            num_prompt_tokens=sum(len(prompt.token_ids) for prompt in self.generation.prompts),
-            num_completion_tokens=sum(choice.num_tokens for choice in self._choices),
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_completion_tokens=self.num_completion_tokens,
             num_cached_tokens=sum(first.num_cached_tokens for first in firsts),
             num_predicted_tokens=sum(choice.num_predicted for choice in self._choices),
             num_mispredicted_tokens=sum(m.num_prediction_tokens - m.num_accepted_prediction_tokens for m in metrics),
@@ -122,3 +141,9 @@ class Answer:
                 ),
             ),
         )
+
+
+def _listed(paths: Sequence[str]) -> str:
+    """Paths of fields as a header's value: with commas between them, and percent-encoded where need be."""
+    text = ", ".join(quote(path, safe="[]._-") for path in paths)
+    return text if len(text) <= MAX_HEADER_LENGTH else f"{text[: MAX_HEADER_LENGTH - 3]}..."

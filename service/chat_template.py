@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,22 @@ SPECIAL_TOKENS = (
     "mask_token",
 )
 """Fields of `tokenizer_config.json` that name a special token (transformers' `SPECIAL_TOKENS_ATTRIBUTES`)."""
+
+TOOL_MARK = "look_up_0"
+"""Name of the tool in the conversation that shows what a template renders."""
+RESULT_MARK = "result-0"
+"""The tool's result there."""
+_CALL = {"id": "call00000", "type": "function", "function": {"name": TOOL_MARK, "arguments": {"key": "value"}}}
+_TOOL_CONVERSATION: tuple[Mapping[str, Any], ...] = (
+    {"role": "user", "content": "question"},
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "content": RESULT_MARK, "name": TOOL_MARK, "tool_call_id": "call00000"},
+)
+_RESULT_CONVERSATION = (_TOOL_CONVERSATION[0], {"role": "assistant", "content": "call"}, _TOOL_CONVERSATION[2])
+
+QUESTION = "forerunquestion"
+ANSWER = {"role": "assistant", "content": "forerunanswer"}
+"""Messages whose contents are found again in a rendered conversation."""
 
 
 class ChatTemplateError(ValueError):
@@ -53,6 +70,17 @@ class ChatTemplate:
             raise ValueError(f"the chat template is not valid Jinja: {error}") from error
         self._control_tokens = dict(control_tokens)
 
+    @cached_property
+    def renders_tool_calls(self) -> bool:
+        """Whether the tool calls of an assistant's turn appear in the text."""
+        return TOOL_MARK in self._rendered_or_empty(_TOOL_CONVERSATION[:2])
+
+    @cached_property
+    def renders_tool_results(self) -> bool:
+        """Whether messages of the role `tool` appear in the text."""
+        text = self._rendered_or_empty(_TOOL_CONVERSATION)
+        return RESULT_MARK in (text or self._rendered_or_empty(_RESULT_CONVERSATION))
+
     @classmethod
     def load(cls, folder: Path) -> ChatTemplate | None:
         """The template of a model folder: chat_template.jinja, else in tokenizer_config.json; None if there is none."""
@@ -79,6 +107,32 @@ class ChatTemplate:
             return self._template.render(values, add_generation_prompt=add_generation_prompt)
         except _REFUSALS as error:
             raise ChatTemplateError(str(error) or type(error).__name__) from error
+
+    def _rendered_or_empty(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        try:
+            return self.render(messages, add_generation_prompt=False)
+        except ChatTemplateError:
+            return ""
+
+    def after_answer(self) -> str:
+        """The text that the template puts after an assistant's answer; empty where that cannot be told.
+
+        It comes from a conversation that ends with the answer, or, where the template writes nothing after the last
+        turn, from one that goes on.
+        """
+        question = {"role": "user", "content": QUESTION}
+        for messages in ([question, ANSWER], [question, ANSWER, question]):
+            _, found, rest = self._render_or_nothing(messages).rpartition(ANSWER["content"])
+            if found and rest.strip():
+                return rest
+        return ""
+
+    def _render_or_nothing(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The rendered text, without a generation prompt; empty where the template raises."""
+        try:
+            return self.render(messages, add_generation_prompt=False)
+        except Exception:  # noqa: BLE001 - a template may raise anything, and is of use without this
+            return ""
 
 
 def _default_template(templates: object) -> str | None:
@@ -123,6 +177,7 @@ _REFUSALS = (
     jinja2.TemplateError,
     TypeError,
     ValueError,
+    AttributeError,
     ArithmeticError,
     LookupError,
     MemoryError,

@@ -13,7 +13,7 @@ from speculation.messages import RequestMetrics, SequenceOutput, TokenLogprob
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new of one choice. The four lists are aligned: one entry a token."""
+    """What is new of one choice. The first four lists are aligned: one entry a token."""
 
     index: int
     text: str
@@ -24,6 +24,8 @@ class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):
     """Where each token begins in the choice's text."""
     logprobs: list[TokenLogprob | None] | None = None
     """None for the first token of an echoed prompt: nothing comes before it."""
+    prompt_logprobs: list[tuple[int, TokenLogprob | None]] | None = None
+    """With the last delta, where the request asked for them: each prompt token's id and logprob, None for the first."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token that ended it, if the request had named it."""
@@ -45,6 +47,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):
             sources=[source for delta in deltas for source in delta.sources],
             offsets=[offset for delta in deltas for offset in delta.offsets],
             logprobs=[row for rows in with_logprobs for row in rows] if with_logprobs else None,
+            prompt_logprobs=deltas[-1].prompt_logprobs,
             finish_reason=deltas[-1].finish_reason,
             stop_reason=deltas[-1].stop_reason,
         )
@@ -62,16 +65,18 @@ class Choice:
         self._generation = generation
         self._tokenizer = tokenizer
         self._text = TextStream(
-            tokenizer.token_bytes,
+            tokenizer.spelling if generation.shows_special_tokens else tokenizer.token_bytes,
             stop=generation.stop,
             min_tokens=generation.sampling.min_tokens,
             strip_leading_space=tokenizer.strips_leading_space and not generation.is_continuation,
+            shows_stop=generation.shows_stop,
         )
         self._has_begun = False
         self._offset = 0
         self._token_ids: list[int] = []
         self._sources: list[str] = []
         self._logprobs: list[TokenLogprob | None] = []
+        self._prompt_logprobs: list[tuple[int, TokenLogprob | None]] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -85,20 +90,33 @@ class Choice:
 
     def feed(self, output: SequenceOutput) -> ChoiceDelta:
         """What one output of the engine adds."""
-        echo = [] if self._has_begun or not self._generation.echo else [self._echo(output)]
+        generation = self._generation
+        echo = [] if self._has_begun or not generation.echo else [self._echo(output)]
         self._has_begun = True
+        rows = self._prompt_rows(output, generation.prompt_logprobs)
+        if rows is not None:
+            self._prompt_logprobs = list(zip(generation.prompt_of(self.index).token_ids, rows, strict=True))
         self._keep(output)
-        delta = self._text.feed(() if self._generation.is_scoring else self._fed(output))
+        delta = self._text.feed(() if generation.is_scoring else self._fed(output))
         if output.finish_reason is None:
             return ChoiceDelta.join([*echo, self._cut(delta)])
         self.metrics = output.metrics
         rest = self._text.finish()
         delta = TextDelta(delta.text + rest.text, delta.offsets + rest.offsets)
-        return ChoiceDelta.join([*echo, self._cut(delta, *self._why_finished(output))])
+        last = self._cut(delta, *self._why_finished(output))
+        if self._prompt_logprobs is not None:
+            last = msgspec.structs.replace(last, prompt_logprobs=self._prompt_logprobs)
+        return ChoiceDelta.join([*echo, last])
 
     def _fed(self, output: SequenceOutput) -> list[int]:
         """The output's tokens without the one that only says that it is over."""
-        return output.token_ids if output.stop_token_id is None else output.token_ids[:-1]
+        if output.stop_token_id is None or self._shows(output.stop_token_id):
+            return output.token_ids
+        return output.token_ids[:-1]
+
+    def _shows(self, stop_token_id: int) -> bool:
+        """Whether the token that ended the output is part of the text."""
+        return self._generation.shows_stop and stop_token_id in self._generation.sampling.stop_token_ids
 
     def _keep(self, output: SequenceOutput) -> None:
         if not self._text.is_stopped:
@@ -137,7 +155,8 @@ class Choice:
     def _echo(self, output: SequenceOutput) -> ChoiceDelta:
         """The prompt, as the beginning of the choice."""
         prompt = self._generation.prompt_of(self.index)
-        stream = TextStream(self._tokenizer.token_bytes)
+        shows_all = self._generation.shows_special_tokens
+        stream = TextStream(self._tokenizer.spelling if shows_all else self._tokenizer.token_bytes)
         parts = [stream.feed(prompt.token_ids), stream.finish()]
         text = "".join(part.text for part in parts) if prompt.text is None else prompt.text
         self._offset = len(text)
@@ -147,5 +166,19 @@ class Choice:
             token_ids=prompt.token_ids,
             sources=["prompt"] * len(prompt.token_ids),
             offsets=[offset for part in parts for offset in part.offsets],
-            logprobs=None if output.prompt_logprobs is None else [None, *output.prompt_logprobs],
+            logprobs=self._prompt_rows(output, self._generation.sampling.logprobs),
         )
+
+    def _prompt_rows(self, output: SequenceOutput, num_alternatives: int | None) -> list[TokenLogprob | None] | None:
+        """Logprobs of the prompt's tokens, None for the first; None if they were not asked for."""
+        if num_alternatives is None or output.prompt_logprobs is None:
+            return None
+        cut = [
+            msgspec.structs.replace(
+                row,
+                top_token_ids=row.top_token_ids[:num_alternatives],
+                top_logprobs=row.top_logprobs[:num_alternatives],
+            )
+            for row in output.prompt_logprobs
+        ]
+        return [None, *cut]

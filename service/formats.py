@@ -23,7 +23,7 @@ from service.responses import (
     Usage,
 )
 from service.served_model import ServedModel
-from service.token_logprobs import chat_logprobs, completion_logprobs
+from service.token_logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 
 
 class AnswerFormat(Protocol):
@@ -32,8 +32,8 @@ class AnswerFormat(Protocol):
     def whole(self, choices: Sequence[ChoiceDelta], closing: Closing) -> bytes:
         """The body of an answer that is not streamed; one delta a choice, all of it."""
 
-    def chunk(self, delta: ChoiceDelta, closing: Closing | None) -> bytes:
-        """What is new of one choice."""
+    def chunk(self, delta: ChoiceDelta, closing: Closing | None, usage: Usage | None = None) -> bytes:
+        """What is new of one choice; with `usage`, what the request has used so far."""
 
     def usage_chunk(self, closing: Closing) -> bytes:
         """The chunk without choices that ends a stream whose client wants the usage."""
@@ -62,10 +62,11 @@ class ChatFormat:
                 usage=Usage.of(closing),
                 seed=closing.seed,
                 metrics=closing.metrics,
+                prompt_logprobs=prompt_logprobs(choices[0], self._model.tokenizer),
             )
         )
 
-    def chunk(self, delta: ChoiceDelta, closing: Closing | None) -> bytes:
+    def chunk(self, delta: ChoiceDelta, closing: Closing | None, usage: Usage | None = None) -> bytes:
         is_first = delta.index not in self._begun
         self._begun.add(delta.index)
         message = MessageDelta(
@@ -79,7 +80,7 @@ class ChatFormat:
             stop_reason=UNSET if delta.stop_reason is None else delta.stop_reason,
             token_ids=delta.token_ids if self._with_token_ids else UNSET,
         )
-        return self._chunk([choice], self._usage, closing)
+        return self._chunk([choice], usage or self._usage, closing)
 
     def usage_chunk(self, closing: Closing) -> bytes:
         return self._chunk([], Usage.of(closing), closing)
@@ -123,8 +124,8 @@ class CompletionFormat:
     def whole(self, choices: Sequence[ChoiceDelta], closing: Closing) -> bytes:
         return self._body([self._choice(choice) for choice in choices], Usage.of(closing), closing)
 
-    def chunk(self, delta: ChoiceDelta, closing: Closing | None) -> bytes:
-        return self._body([self._choice(delta)], self._usage, closing)
+    def chunk(self, delta: ChoiceDelta, closing: Closing | None, usage: Usage | None = None) -> bytes:
+        return self._body([self._choice(delta)], usage or self._usage, closing)
 
     def usage_chunk(self, closing: Closing) -> bytes:
         return self._body([], Usage.of(closing), closing)
@@ -137,6 +138,7 @@ class CompletionFormat:
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             token_ids=delta.token_ids if self._with_token_ids else UNSET,
+            prompt_logprobs=prompt_logprobs(delta, self._model.tokenizer),
         )
 
     def _body(self, choices: list[TextChoice], usage: Usage | UnsetType | None, closing: Closing | None) -> bytes:

@@ -35,11 +35,11 @@ from service.pool.prefixes import Prefixes
 from service.pool.routing import ROUTINGS
 from service.pool.store import open_store
 from service.request_log import RequestLog, Transcript
-from service.schema import GenerationBody, GenerationRequest
+from service.schema import GenerationRequest, Received
 from service.served_model import ServedModel, default_name
 from service.settings import Settings
 from service.tenants import Tenant, Tenants
-from speculation.messages import Ready, SpeculationConfig, Stats, method_of, resolve
+from speculation.messages import Ready, SamplingDefaults, SpeculationConfig, Stats, method_of, resolve
 
 _log = structlog.get_logger("forerun.generation")
 
@@ -139,7 +139,12 @@ class Front:
     def _load_model(self, ready: Ready) -> ServedModel:
         server = self.settings.server
         folder = Path(server.tokenizer or ready.model_folder).expanduser()
-        return ServedModel.load(server.model_name or default_name(self.settings.engine.model), folder, ready)
+        name = server.model_name or default_name(self.settings.engine.model)
+        recommended = ready.sampling_defaults if server.generation_config == "auto" else SamplingDefaults()
+        sampling = self.settings.sampling.over(recommended)
+        if sampling.source:
+            _log.info("sampling defaults", model=name, **msgspec.to_builtins(sampling))
+        return ServedModel.load(name, folder, ready, sampling)
 
     def lose(self) -> None:
         """An engine has died and will be replaced."""
@@ -147,9 +152,7 @@ class Front:
         self.metrics.restarts.inc()
 
     @asynccontextmanager
-    async def generate(
-        self, generation_id: str, body: GenerationBody | Parsed, origin: Origin
-    ) -> AsyncIterator[Answer]:
+    async def generate(self, generation_id: str, body: Received | Parsed, origin: Origin) -> AsyncIterator[Answer]:
         """The answer to a request; leaving the context early ends it.
 
         Raises `ApiError` for what cannot be served, on entering or while the answer is read.
@@ -163,6 +166,8 @@ class Front:
                 interpreter = Interpreter(model, self.settings.limits, self.profiles)
                 generation = await asyncio.to_thread(interpreter.generation, generation_id, body)
             self._check_room(generation.num_choices)
+            if generation.ignored_fields:
+                _log.info("fields ignored", generation=generation_id, fields=generation.ignored_fields)
             assignment = self._assign(generation, fields, origin)
             generation = replace(
                 generation,
@@ -191,8 +196,19 @@ class Front:
         with self.admission.enter():
             model = self.model
             self._check_room(1)
-            load = Load(model_name=model.name, folder=str(model.folder), ready=model.ready, limits=self.settings.limits)
-            message = Parse(kind=kind, num_bytes=sum(map(len, pieces)), profiles=self.profiles)
+            load = Load(
+                model_name=model.name,
+                folder=str(model.folder),
+                ready=model.ready,
+                sampling=model.sampling,
+                limits=self.settings.limits,
+            )
+            message = Parse(
+                kind=kind,
+                num_bytes=sum(map(len, pieces)),
+                profiles=self.profiles,
+                unknown_fields=self.settings.server.unknown_fields,
+            )
             return await self.large_requests.parse(message, pieces, load)
 
     def _check_room(self, num_choices: int) -> None:

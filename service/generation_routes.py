@@ -19,8 +19,9 @@ from service.front import Front
 from service.large_request_messages import Kind, Parsed, fields_of
 from service.large_requests import parsed
 from service.origin import Origin
-from service.schema import ChatCompletionRequest, CompletionRequest, GenerationBody, GenerationRequest
-from service.validation import parse_body
+from service.responses import Usage
+from service.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest, Received, StreamOptions
+from service.validation import parse_generation
 
 DONE = b"[DONE]"
 _log = structlog.get_logger("forerun.generation")
@@ -31,7 +32,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     generation_id = f"chatcmpl-{uuid.uuid4().hex}"
     fields = fields_of(body)
     style = ChatFormat(
-        generation_id,
+        f"chatcmpl-{fields.request_id}" if fields.request_id else generation_id,
         request.app[FRONT].model,
         with_token_ids=bool(fields.return_token_ids),
         with_usage=wants_usage(fields),
@@ -44,7 +45,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     generation_id = f"cmpl-{uuid.uuid4().hex}"
     fields = fields_of(body)
     style = CompletionFormat(
-        generation_id,
+        f"cmpl-{fields.request_id}" if fields.request_id else generation_id,
         request.app[FRONT].model,
         with_token_ids=bool(fields.return_token_ids),
         with_usage=wants_usage(fields),
@@ -54,24 +55,26 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 async def _parsed(
     request: web.Request, request_type: type[ChatCompletionRequest | CompletionRequest]
-) -> GenerationBody | Parsed:
+) -> Received | Parsed:
     """The body of a request; a large one is tokenized as well."""
+    front = request.app[FRONT]
     async with received_body(request) as pieces:
         if sum(map(len, pieces)) > SMALL_BODY_BYTES:
             kind: Kind = "chat" if request_type is ChatCompletionRequest else "completion"
-            return parsed(await request.app[FRONT].parse_large(kind, pieces))
-        return parse_body(b"".join(pieces), request_type)
+            return parsed(await front.parse_large(kind, pieces))
+        return parse_generation(b"".join(pieces), request_type, front.settings.server.unknown_fields)
 
 
 def wants_usage(body: GenerationRequest) -> bool:
     """Whether a stream ends with a chunk of its own for the usage."""
-    if body.stream_options is not None and not body.stream:
+    options = body.stream_options
+    if options is not None and (options.include_usage or options.continuous_usage_stats) and not body.stream:
         raise ApiError.invalid("stream_options", "stream_options is given without stream; set stream to true")
-    return body.stream_options is not None and body.stream_options.include_usage
+    return options is not None and options.include_usage
 
 
 async def respond(
-    request: web.Request, generation_id: str, body: GenerationBody | Parsed, style: AnswerFormat
+    request: web.Request, generation_id: str, body: Received | Parsed, style: AnswerFormat
 ) -> web.StreamResponse:
     """Answer a request, whole or as a stream. A client that leaves cancels this, and so ends the generation."""
     front = request.app[FRONT]
@@ -93,7 +96,7 @@ async def respond(
 async def _respond_in_events(
     front: Front,
     generation_id: str,
-    body: GenerationBody | Parsed,
+    body: Received | Parsed,
     origin: Origin,
     events: EventStream,
     style: AnswerFormat,
@@ -102,7 +105,15 @@ async def _respond_in_events(
     try:
         async with front.generate(generation_id, body, origin) as answer:
             events.response.headers.update(answer.headers)
-            await _stream(answer, events, style, with_usage=wants_usage(fields_of(body)))
+            fields = fields_of(body)
+            options = fields.stream_options or StreamOptions()
+            await _stream(
+                answer,
+                events,
+                style,
+                with_usage=options.include_usage,
+                with_usage_so_far=options.continuous_usage_stats,
+            )
     except ConnectionError:
         raise
     except Exception as error:
@@ -125,13 +136,16 @@ async def _collect(answer: Answer) -> list[ChoiceDelta]:
     return [ChoiceDelta.join(parts[index]) for index in sorted(parts)]
 
 
-async def _stream(answer: Answer, events: EventStream, style: AnswerFormat, *, with_usage: bool) -> None:
+async def _stream(
+    answer: Answer, events: EventStream, style: AnswerFormat, *, with_usage: bool, with_usage_so_far: bool
+) -> None:
     """The choices as they grow; with the last chunk comes the bill."""
     async for deltas in answer.deltas():
         is_last = answer.is_finished
         closing = answer.closing if is_last else None
         final = None if with_usage else closing
-        chunks = [style.chunk(delta, final if delta is deltas[-1] else None) for delta in deltas]
+        usage = Usage.until_now(answer) if with_usage_so_far else None
+        chunks = [style.chunk(delta, final if delta is deltas[-1] else None, usage) for delta in deltas]
         if closing is not None:
             chunks += [style.usage_chunk(closing), DONE] if with_usage else [DONE]
         await events.send(chunks)

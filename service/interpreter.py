@@ -7,9 +7,8 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
-from service.chat_template import ChatTemplateError
+from service.conversation import message_texts, rendered_conversation
 from service.errors import ApiError, cut, did_you_mean, shorten
 from service.generation import SEED_SPAN, Generation, Prompt
 from service.schema import (
@@ -18,6 +17,7 @@ from service.schema import (
     GenerationBody,
     GenerationRequest,
     Prediction,
+    Received,
     TextPart,
 )
 from service.served_model import ServedModel
@@ -46,12 +46,15 @@ class Interpreter:
         self._limits = limits
         self._profiles = profiles
 
-    def generation(self, request_id: str, request: GenerationBody) -> Generation:
+    def generation(self, request_id: str, received: Received) -> Generation:
         """What a request asks for. Runs the tokenizer: call it in a thread."""
+        request = received.request
         self._check_size(request)
         if isinstance(request, ChatCompletionRequest):
-            return self._chat(request_id, request)
-        return self._completion(request_id, request)
+            found = self._chat(request_id, request)
+        else:
+            found = self._completion(request_id, request)
+        return replace(found, ignored_fields=received.ignored_fields)
 
     def _check_size(self, request: GenerationBody) -> None:
         """Refuse by counts and lengths what is too much to be tokenized."""
@@ -82,7 +85,7 @@ class Interpreter:
         given = request.chat_template_kwargs or {}
         self._check_text("chat_template_kwargs", [value for value in given.values() if isinstance(value, str)])
         self._check_text("messages", [message.name for message in request.messages if message.name is not None])
-        self._check_text("messages", [text for message in request.messages for text in _texts_of(message.content)])
+        self._check_text("messages", [text for message in request.messages for text in message_texts(message)])
 
     def _check_prompts(self, request: CompletionRequest) -> None:
         prompt = request.prompt
@@ -92,7 +95,7 @@ class Interpreter:
         for item in prompts:
             if isinstance(item, str):
                 self._check_text("prompt", [item])
-            elif isinstance(item, list) and len(item) >= self._model.context_length:
+            elif request.truncate_prompt_tokens is None and _is_too_long(item, self._model.context_length):
                 raise self._too_many_tokens("prompt", str(len(item)))
 
     def _check_text(self, name: str, texts: Sequence[str]) -> None:
@@ -111,17 +114,23 @@ class Interpreter:
 
     def _chat(self, request_id: str, request: ChatCompletionRequest) -> Generation:
         self._model.check_name(request.model)
-        if request.top_logprobs is not None and not request.logprobs:
+        if request.top_logprobs and not request.logprobs:
             raise ApiError.invalid("top_logprobs", "top_logprobs is given without logprobs; set logprobs to true")
-        if request.max_tokens is not None and request.max_completion_tokens is not None:
+        if None not in (given := {request.max_tokens, request.max_completion_tokens}) and len(given) > 1:
             raise ApiError.invalid("max_tokens", "max_tokens and max_completion_tokens are both given; give one")
         name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         self._check_logprobs("top_logprobs", logprobs)
-        prompt = Prompt(self._render(request), None)
-        max_tokens = self._check_length("messages", prompt, name, max_tokens)
-        return self._generation(request_id, request, (prompt,), max_tokens, logprobs, request.prediction)
+        may_reduce = bool(request.truncate) or max_tokens is None
+        max_tokens = self._model.sampling.max_tokens if max_tokens is None else max_tokens
+        if max_tokens == 0:
+            raise ApiError.invalid(name, f"{name} is 0; it must be at least 1, or -1 for what the context has room for")
+        prompt = Prompt(self._truncated(self._render(request), request, max_tokens), None)
+        max_tokens = self._max_tokens("messages", prompt, name, max_tokens, may_reduce=may_reduce)
+        found = self._generation(request_id, request, (prompt,), max_tokens, logprobs, request.prediction)
+        is_continuation = bool(request.continue_final_message)
+        return replace(found, is_continuation=is_continuation, end_of_turn=self._model.end_of_turn)
 
     def _completion(self, request_id: str, request: CompletionRequest) -> Generation:
         self._model.check_name(request.model)
@@ -130,16 +139,22 @@ class Interpreter:
                 "best_of", f"best_of is {request.best_of}; only the value of n, {request.n or 1}, is served"
             )
         self._check_logprobs("logprobs", request.logprobs)
-        prompts = self._prompts(request)
-        max_tokens = OPENAI_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        default = self._model.sampling.max_tokens or OPENAI_COMPLETION_TOKENS
+        max_tokens = default if request.max_tokens is None else request.max_tokens
         is_scoring = max_tokens == 0
         if is_scoring and not request.echo:
             raise ApiError.invalid(
                 "max_tokens", "max_tokens is 0 without echo: there would be no answer; give at least 1"
             )
-        for prompt in prompts:
-            self._check_length("prompt", prompt, "max_tokens", max_tokens)
-        found = self._generation(request_id, request, prompts, max(max_tokens, 1), request.logprobs, request.prediction)
+        may_reduce = bool(request.truncate) or request.max_tokens is None
+        prompts = []
+        for prompt in self._prompts(request):
+            token_ids = self._truncated(prompt.token_ids, request, max_tokens)
+            text = prompt.text if len(token_ids) == len(prompt.token_ids) else None
+            most = self._max_tokens("prompt", Prompt(token_ids, text), "max_tokens", max_tokens, may_reduce=may_reduce)
+            prompts.append(Prompt(token_ids, text, max(most, 1)))
+        max_tokens = max(prompt.max_tokens or 1 for prompt in prompts)
+        found = self._generation(request_id, request, tuple(prompts), max_tokens, request.logprobs, request.prediction)
         return replace(found, echo=bool(request.echo), is_scoring=is_scoring, is_continuation=True)
 
     def _generation(
@@ -162,26 +177,34 @@ class Interpreter:
             prediction_token_ids=predicted,
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
+            prompt_logprobs=self._prompt_logprobs(request),
+            shows_special_tokens=request.skip_special_tokens is False,
+            shows_stop=bool(request.include_stop_str_in_output),
         )
 
     def _sampling(self, request: GenerationRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
         seed = secrets.randbits(DRAWN_SEED_BITS) if request.seed is None else request.seed
         if not -SEED_SPAN // 2 <= seed < SEED_SPAN:
             raise ApiError.invalid("seed", f"seed is {cut(str(seed))}; it must fit in 64 bits")
-        if request.min_tokens is not None and request.min_tokens > max_tokens:
-            raise ApiError.invalid("min_tokens", f"min_tokens is {request.min_tokens}, above max_tokens, {max_tokens}")
+        min_tokens = request.min_tokens or 0
+        if min_tokens > max_tokens and not request.truncate:
+            raise ApiError.invalid("min_tokens", f"min_tokens is {min_tokens}, above max_tokens, {max_tokens}")
+        defaults = self._model.sampling
+        top_p = _first(request.top_p, defaults.top_p, 1.0)
+        top_k = defaults.top_k if request.top_k is None else request.top_k
+        top_k = min(max(top_k or 0, 0), self._model.ready.vocab_size)
         return SamplingParams(
-            temperature=_or(request.temperature, 1.0),
-            top_p=_or(request.top_p, 1.0),
-            top_k=min(max(request.top_k or 0, 0), self._model.ready.vocab_size),
-            min_p=_or(request.min_p, 0.0),
-            presence_penalty=_or(request.presence_penalty, 0.0),
-            frequency_penalty=_or(request.frequency_penalty, 0.0),
-            repetition_penalty=_or(request.repetition_penalty, 1.0),
+            temperature=_first(request.temperature, defaults.temperature, 1.0),
+            top_p=top_p or 1.0,
+            top_k=top_k if top_p else 1,
+            min_p=_first(request.min_p, defaults.min_p, 0.0),
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
             logit_bias=self._logit_bias(request.logit_bias or {}),
             seed=seed % SEED_SPAN,
             max_tokens=max_tokens,
-            min_tokens=request.min_tokens or 0,
+            min_tokens=min(min_tokens, max_tokens),
             ignore_eos=bool(request.ignore_eos),
             stop_token_ids=self._stop_token_ids(request),
             logprobs=logprobs,
@@ -193,23 +216,35 @@ class Interpreter:
             raise ApiError.invalid(
                 "messages", "the model has no chat template; use /v1/completions", code="no_chat_template"
             )
-        protect = self._model.tokenizer.protect
-        messages: list[dict[str, Any]] = []
-        for message in request.messages:
-            role = "system" if message.role == "developer" else message.role
-            entry = {"role": role, "content": protect("".join(_texts_of(message.content)))}
-            if message.name is not None:
-                entry["name"] = protect(message.name)
-            messages.append(entry)
-        given = request.chat_template_kwargs or {}
-        variables = {name: protect(value) if isinstance(value, str) else value for name, value in given.items()}
-        try:
-            text = self._model.template.render(messages, variables=variables)
-        except ChatTemplateError as error:
-            raise ApiError.invalid("messages", f"the model's chat template refuses the messages: {error}") from error
+        text = rendered_conversation(request, self._model.template, self._model.tokenizer.protect)
         self._check_text("messages", [text])
         with self._counted("messages"):
-            return self._model.tokenizer.encode_rendered(text, most=self._model.context_length)
+            return self._model.tokenizer.encode_rendered(text, most=self._most_tokens(request))
+
+    def _most_tokens(self, request: GenerationRequest) -> int | None:
+        """Number of tokens above which a prompt is refused before it is tokenized to its end."""
+        return self._model.context_length if request.truncate_prompt_tokens is None else None
+
+    def _truncated(self, token_ids: list[int], request: GenerationRequest, max_tokens: int | None) -> list[int]:
+        """The last tokens of a prompt, where the request says how many are kept."""
+        kept = request.truncate_prompt_tokens
+        if kept is None:
+            return token_ids
+        if kept == 0:
+            raise ApiError.invalid(
+                "truncate_prompt_tokens",
+                "truncate_prompt_tokens is 0; it must be at least 1, or -1 for what the context has room for",
+            )
+        if kept == -1:
+            kept = max(self._model.context_length - max(max_tokens or 1, 1), 1)
+        return token_ids[-kept:]
+
+    def _prompt_logprobs(self, request: GenerationRequest) -> int | None:
+        wanted = request.prompt_logprobs
+        if wanted is not None and request.stream:
+            raise ApiError.invalid("prompt_logprobs", "prompt_logprobs is given with stream; set stream to false")
+        self._check_logprobs("prompt_logprobs", wanted)
+        return wanted
 
     def _prompts(self, request: CompletionRequest) -> tuple[Prompt, ...]:
         match request.prompt:
@@ -236,7 +271,7 @@ class Interpreter:
     def _text_prompt(self, text: str, request: CompletionRequest) -> Prompt:
         with self._counted("prompt"):
             token_ids = self._model.tokenizer.encode(
-                text, parse_special=bool(request.parse_special), most=self._model.context_length
+                text, parse_special=bool(request.parse_special), most=self._most_tokens(request)
             )
         return Prompt(token_ids, text)
 
@@ -265,18 +300,28 @@ class Interpreter:
             checked.append(token_id)
         return checked
 
-    def _check_length(self, field: str, prompt: Prompt, max_tokens_field: str, max_tokens: int | None) -> int:
-        """How many tokens may be generated behind a prompt. Raises `ApiError` if prompt and answer cannot fit."""
+    def _max_tokens(
+        self, field: str, prompt: Prompt, max_tokens_field: str, max_tokens: int | None, *, may_reduce: bool
+    ) -> int:
+        """Number of tokens that may be generated for a prompt: `max_tokens`, or for None and -1 what fits.
+
+        Raises `ApiError` if prompt and answer exceed the context, unless `max_tokens` may be reduced.
+        """
         num_prompt, context = len(prompt.token_ids), self._model.context_length
         if num_prompt == 0:
             raise ApiError.invalid(field, f"{field} has no tokens; at least one is needed")
         if num_prompt >= context:
             raise self._too_many_tokens(field, str(num_prompt))
-        if max_tokens is not None and num_prompt + max_tokens > context:
-            room = context - num_prompt
-            text = f"{max_tokens_field} is {max_tokens}; behind {num_prompt} prompt tokens at most {room} fit"
+        room = context - num_prompt
+        if max_tokens is None or max_tokens == -1:
+            return room
+        if max_tokens > room and not may_reduce:
+            text = (
+                f"{max_tokens_field} {max_tokens} + {num_prompt} prompt tokens exceed the context of {context}; "
+                f"at most {room} are available"
+            )
             raise ApiError.invalid(max_tokens_field, text, code="context_length_exceeded")
-        return context - num_prompt if max_tokens is None else max_tokens
+        return min(max_tokens, room)
 
     def _check_logprobs(self, name: str, logprobs: int | None) -> None:
         most = min(self._limits.max_logprobs, self._model.ready.vocab_size)
@@ -350,6 +395,11 @@ def _texts_of(content: str | list[TextPart]) -> list[str]:
     return [content] if isinstance(content, str) else [part.text for part in content]
 
 
+def _is_too_long(prompt: object, context_length: int) -> bool:
+    """Whether a prompt of token ids leaves no room in the context."""
+    return isinstance(prompt, list) and len(prompt) >= context_length
+
+
 def _num_prompts(request: CompletionRequest) -> int:
     match request.prompt:
         case [str() | list(), *_] as several:
@@ -357,5 +407,8 @@ def _num_prompts(request: CompletionRequest) -> int:
     return 1
 
 
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
+def _first(requested: float | None, recommended: float | None, default: float) -> float:
+    """The first of the values that is given: a request's, the model's, and what holds without either."""
+    if requested is not None:
+        return requested
+    return default if recommended is None else recommended

@@ -7,10 +7,11 @@ from typing import Literal
 import msgspec
 
 from service.errors import ErrorBody
+from service.foreign_fields import UnknownFields
 from service.generation import Generation
-from service.schema import GenerationBody, GenerationRequest
+from service.schema import GenerationRequest, Received
 from service.settings import LimitSettings
-from speculation.messages import Ready, SpeculationConfig
+from speculation.messages import Ready, SamplingDefaults, SpeculationConfig
 
 Kind = Literal["chat", "completion", "socket"]
 """Body of POST /v1/chat/completions, body of POST /v1/completions, or a `generate` message of GET /v1/stream."""
@@ -23,6 +24,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     folder: str
     """Where tokenizer.json and the chat template are."""
     ready: Ready
+    sampling: SamplingDefaults = SamplingDefaults()
+    """What requests get that set nothing else."""
     limits: LimitSettings
 
 
@@ -34,6 +37,8 @@ class Parse(msgspec.Struct, frozen=True, kw_only=True, tag="parse"):
     """Length of the body."""
     profiles: dict[str, SpeculationConfig]
     """Configs that the request's `speculation` may name."""
+    unknown_fields: UnknownFields = "ignore"
+    """What becomes of fields that are not known."""
 
 
 class Parsed(msgspec.Struct, frozen=True, kw_only=True, tag="parsed"):
@@ -67,6 +72,6 @@ ToWorker = Load | Parse
 FromWorker = Parsed | Refused | Failed
 
 
-def fields_of(body: GenerationBody | Parsed) -> GenerationRequest:
+def fields_of(body: Received | Parsed) -> GenerationRequest:
     """Fields of a request that say how to answer and whom."""
-    return body.request if isinstance(body, Parsed) else body
+    return body.request

@@ -23,7 +23,7 @@ from service.schema import ChatCompletionRequest, CompletionRequest, GenerationB
 from service.served_model import ServedModel
 from service.settings import LimitSettings
 from service.socket_messages import Incoming, parse_generate
-from service.validation import parse_body
+from service.validation import parse_body, parse_generation
 from speculation.framing import encode_frame, read_frame
 
 NICENESS = 10
@@ -40,7 +40,8 @@ def serve(connection: socket.socket) -> None:
         while (message := read_frame(received, _DECODER)) is not None:
             if isinstance(message, Load):
                 folder = Path(message.folder)
-                model, limits = ServedModel.load(message.model_name, folder, message.ready), message.limits
+                model = ServedModel.load(message.model_name, folder, message.ready, message.sampling)
+                limits = message.limits
             else:
                 assert model is not None
                 body = received.read(message.num_bytes)
@@ -50,20 +51,19 @@ def serve(connection: socket.socket) -> None:
 def answer(message: Parse, body: bytes, model: ServedModel, limits: LimitSettings) -> FromWorker:
     """The parsed and tokenized request, or why there is none."""
     message_id: str | None = None
-    request: GenerationBody
     try:
         if message.kind == "socket":
             incoming = parse_body(body, Incoming)
             message_id = incoming.id
             if incoming.type != "generate":
                 raise ApiError.invalid("type", "type must be 'generate' in a message of this size")
-            request = parse_generate(body)[1]
+            received = parse_generate(body, message.unknown_fields)[1]
         elif message.kind == "chat":
-            request = parse_body(body, ChatCompletionRequest)
+            received = parse_generation(body, ChatCompletionRequest, message.unknown_fields)
         else:
-            request = parse_body(body, CompletionRequest)
-        generation = Interpreter(model, limits, message.profiles).generation("", request)
-        return Parsed(message_id=message_id or "", request=_without_texts(request), generation=generation)
+            received = parse_generation(body, CompletionRequest, message.unknown_fields)
+        generation = Interpreter(model, limits, message.profiles).generation("", received)
+        return Parsed(message_id=message_id or "", request=_without_texts(received.request), generation=generation)
     except ApiError as error:
         return Refused(message_id=message_id, status=error.status, error=error.body)
     except Exception as error:  # noqa: BLE001 - the front logs it; the next request may be fine
@@ -79,6 +79,8 @@ def _without_texts(request: GenerationBody) -> GenerationRequest:
         stream=request.stream,
         stream_options=request.stream_options,
         return_token_ids=request.return_token_ids,
+        prompt_logprobs=request.prompt_logprobs,
+        request_id=request.request_id,
         speculation=request.speculation,
         user=request.user,
     )

@@ -7,8 +7,9 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from service.answer import Closing
+from service.answer import Answer, Closing
 from service.request_metrics import Metrics
+from speculation.messages import SamplingDefaults
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -30,8 +31,15 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    """Known at the end, as is what the prefix cache held."""
+
+    @classmethod
+    def until_now(cls, answer: Answer) -> Usage:
+        """What a request that is still answered has used."""
+        prompt, completion = answer.num_prompt_tokens, answer.num_completion_tokens
+        return cls(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
 
     @classmethod
     def of(cls, closing: Closing) -> Usage:
@@ -94,6 +102,18 @@ class MessageDelta(msgspec.Struct, frozen=True, kw_only=True):
     content: str | UnsetType = UNSET
 
 
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """One entry of vLLM's `prompt_logprobs`: a token of the prompt, or one of the most likely in its place."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""An entry for each token of the prompt, by token id; None for the first."""
+
+
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     """One answer of a chat completion."""
 
@@ -125,6 +145,7 @@ class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None
     stop_reason: str | int | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,6 +160,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
     seed: int
     metrics: Metrics
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,6 +200,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     owned_by: Literal["forerun"] = "forerun"
     max_model_len: int
     description: str
+    sampling_defaults: SamplingDefaults
+    """What requests get that set nothing else, and where it comes from."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

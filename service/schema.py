@@ -23,7 +23,8 @@ MAX_TEMPLATE_INTEGER = 2**53 - 1
 """Largest integer that every JSON client sends unchanged."""
 
 Temperature = Annotated[float, _within(RANGES["temperature"])]
-TopP = Annotated[float, _within(RANGES["top_p"])]
+TopP = Annotated[float, Meta(ge=0.0, le=RANGES["top_p"].high)]
+"""0 keeps the most likely token alone, as it does for OpenAI."""
 MinP = Annotated[float, _within(RANGES["min_p"])]
 PresencePenalty = Annotated[float, _within(RANGES["presence_penalty"])]
 FrequencyPenalty = Annotated[float, _within(RANGES["frequency_penalty"])]
@@ -33,6 +34,10 @@ Seed = int
 """64 bits, signed or unsigned, which the interpreter checks: bounds here must fit in 63."""
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
 Count = Annotated[int, Meta(ge=1, le=MAX_INTEGER)]
+MaxTokens = Annotated[int, Meta(ge=-1, le=MAX_INTEGER)]
+"""-1 is as many as the context has room for."""
+TruncatedLength = Annotated[int, Meta(ge=-1, le=MAX_INTEGER)]
+"""Number of prompt tokens that are kept; -1 keeps what the context has room for."""
 CountOrZero = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
 TemplateInteger = Annotated[int, Meta(ge=-MAX_TEMPLATE_INTEGER, le=MAX_TEMPLATE_INTEGER)]
 TopK = Annotated[int, Meta(ge=-1, le=MAX_TOP_K)]
@@ -46,18 +51,42 @@ class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text", forbid
     text: str
 
 
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Name and arguments of a function that an assistant has called."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+    """A JSON object, as text or as it is."""
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tool call of an assistant's turn in the history."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: CountOrZero | None = None
+    """Sent by clients that keep the chunks of a stream; without effect."""
+    function: FunctionCall
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    """Only an assistant's may be null or missing."""
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    """Of an assistant's turn."""
+    tool_call_id: str | None = None
+    """Of a tool's result: the call that it answers."""
+    reasoning_content: str | None = None
+    """Of an assistant's turn; a variable of the chat template."""
 
-    # What an answer of this service or of OpenAI's carries beside its text, sent back by clients in the next turn.
-    refusal: None = None
+    # Parts of an answer of this service's or of OpenAI's that clients send back in the next turn, without effect.
+    refusal: str | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
     annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
 
 
@@ -65,6 +94,8 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """OpenAI's `stream_options`."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """vLLM's: every chunk has the usage up to it."""
     include_obfuscation: bool = False
     """Accepted and without effect."""
 
@@ -106,6 +137,14 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     stop_token_ids: list[TokenId] | None = None
     min_tokens: CountOrZero | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    """Whether the stop string, or the token of `stop_token_ids`, that ends the answer is part of its text."""
+
+    # How long the prompt may be.
+    truncate: bool | None = None
+    """Whether `max_tokens` is reduced to the room that the context has; otherwise more is an error."""
+    truncate_prompt_tokens: TruncatedLength | None = None
+    """vLLM's: keep the last tokens of the prompt, at most this many."""
 
     # How it is answered.
     n: Count | None = None
@@ -113,6 +152,12 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     """Each choice also carries `token_ids`."""
+    skip_special_tokens: bool | None = None
+    """Whether control tokens are left out of the text; true is the default."""
+    prompt_logprobs: CountOrZero | None = None
+    """vLLM's: the logprobs of the prompt's tokens, with this many alternatives each."""
+    request_id: Annotated[str, Meta(max_length=128)] | None = None
+    """vLLM's: the end of the response's `id`."""
 
     # How it is served.
     speculation: SpeculationConfig | str | None = None
@@ -124,7 +169,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     # OpenAI's, accepted and without effect.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -136,8 +181,12 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
+    add_generation_prompt: bool | None = None
+    """Whether the chat template opens an assistant's turn at the end; the default is true."""
+    continue_final_message: bool | None = None
+    """Whether the answer continues the last message, whose turn stays open."""
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
     """OpenAI's newer name of `max_tokens`."""
     logprobs: bool | None = None
     top_logprobs: CountOrZero | None = None
@@ -159,7 +208,8 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
 
     prompt: str | list[Any]
     """A text, a list of texts, token ids, or a list of lists of token ids."""
-    max_tokens: CountOrZero | None = None
+    max_tokens: MaxTokens | None = None
+    """0 with `echo` scores the prompt. Without it 16, or what the context has room for where that is less."""
     logprobs: CountOrZero | None = None
     echo: bool | None = None
     best_of: Count | None = None
@@ -171,14 +221,10 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
 
 GenerationBody = ChatCompletionRequest | CompletionRequest
 
-REFUSED = {
-    "tools": "tool calls are not supported; leave the field out",
-    "tool_choice": "tool calls are not supported; leave the field out",
-    "functions": "function calls are not supported; leave the field out",
-    "function_call": "function calls are not supported; leave the field out",
-    "audio": "only text is generated; leave the field out",
-    "web_search_options": "there is no web search; leave the field out",
-    "suffix": "insertion before a suffix is not supported; leave the field out",
-    "logit_processors": "custom logit processors are not supported; leave the field out",
-}
-"""Fields that OpenAI's clients know and that would change the answer: refused with a reason unless empty."""
+
+class Received(msgspec.Struct, frozen=True):
+    """A request for generation as it came in."""
+
+    request: GenerationBody
+    ignored_fields: tuple[str, ...] = ()
+    """Paths of the fields of other servers that were left out."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from service.chat_template import ChatTemplate
 from service.errors import ApiError, shorten
 from service.tokenizer import Tokenizer
-from speculation.messages import Ready
+from speculation.messages import Ready, SamplingDefaults
 
 EMBEDDED_NAME = "smollm2-135m-instruct"
 
@@ -32,14 +32,27 @@ class ServedModel:
     template: ChatTemplate | None
     created: int
     """Seconds since the epoch at which it was loaded."""
+    sampling: SamplingDefaults
+    """What requests get that set nothing else."""
+    end_of_turn: int | None = None
+    """Token by which the chat template closes an assistant's turn, which ends the answer to a chat request."""
 
     @classmethod
-    def load(cls, name: str, folder: Path, ready: Ready) -> ServedModel:
-        """Read tokenizer and template from a folder. Raises ValueError if they cannot be used."""
+    def load(cls, name: str, folder: Path, ready: Ready, sampling: SamplingDefaults | None = None) -> ServedModel:
+        """Read tokenizer and template from a folder. Raises ValueError if they cannot be used.
+
+        `sampling` is for requests that set nothing else; without it OpenAI's defaults hold.
+        """
         tokenizer = Tokenizer.load(folder)
         if tokenizer.vocab_size > ready.vocab_size:
             raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {ready.vocab_size}")
-        return cls(name, folder, ready, tokenizer, ChatTemplate.load(folder), int(time.time()))
+        template = ChatTemplate.load(folder)
+        end_of_turn = None if template is None else tokenizer.leading_added_token(template.after_answer())
+        if end_of_turn is not None and end_of_turn >= ready.vocab_size:
+            end_of_turn = None
+        return cls(
+            name, folder, ready, tokenizer, template, int(time.time()), sampling or SamplingDefaults(), end_of_turn
+        )
 
     @property
     def context_length(self) -> int:

@@ -52,4 +52,5 @@ def describe(served: ServedModel) -> Model:
         created=served.created,
         max_model_len=served.context_length,
         description=served.ready.description,
+        sampling_defaults=served.sampling,
     )

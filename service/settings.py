@@ -7,7 +7,7 @@ import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -15,10 +15,12 @@ from msgspec import Meta
 from service.api_key import API_KEY_VARIABLE
 from service.errors import ApiError, did_you_mean
 from service.experiments.validation import check_profile_name
+from service.foreign_fields import UnknownFields
 from service.pool.settings import ListenerSettings, PoolSettings, TenantSettings
 from service.request_log import RecordingSettings
+from service.schema import MinP, RepetitionPenalty, Temperature, TopK, TopP
 from service.validation import explain
-from speculation.messages import MAX_LOGPROBS, SpeculationConfig
+from speculation.messages import MAX_LOGPROBS, SamplingDefaults, SpeculationConfig
 from speculation.settings import EngineSettings, PositiveInt
 
 PREFIX = "FORERUN_"
@@ -52,6 +54,20 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         str | None,
         Meta(description="folder with the tokenizer's files, where an engine's own folder is not on this machine"),
     ] = None
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        Meta(
+            description="\"auto\" takes sampling defaults from the model's generation_config.json or the GGUF file's "
+            'general.sampling.*; "none" takes those of OpenAI\'s API, temperature 1 and top_p 1'
+        ),
+    ] = "auto"
+    unknown_fields: Annotated[
+        UnknownFields,
+        Meta(
+            description='"ignore" leaves out request fields that are not known and cannot change the answer, and names '
+            'them in the header X-Forerun-Ignored and the log; "refuse" answers 400'
+        ),
+    ] = "ignore"
     shutdown_seconds: Annotated[
         Seconds, Meta(description="how long running requests may go on after SIGTERM before they are ended")
     ] = 30.0
@@ -107,6 +123,29 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_socket_requests: Annotated[PositiveInt, Meta(description="most generations at a time on one WebSocket")] = 64
 
 
+class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sampling defaults of the service, each in place of the model's own."""
+
+    temperature: Annotated[Temperature | None, Meta(description="temperature of requests that set none")] = None
+    top_p: Annotated[TopP | None, Meta(description="top_p of requests that set none")] = None
+    top_k: Annotated[TopK | None, Meta(description="top_k of requests that set none; 0 keeps every token")] = None
+    min_p: Annotated[MinP | None, Meta(description="min_p of requests that set none")] = None
+    repetition_penalty: Annotated[
+        RepetitionPenalty | None, Meta(description="repetition penalty of requests that set none")
+    ] = None
+    max_tokens: Annotated[
+        PositiveInt | None, Meta(description="maximum number of tokens of an answer for requests that set none")
+    ] = None
+
+    def over(self, model: SamplingDefaults) -> SamplingDefaults:
+        """What the settings name, and for everything else what the model's files recommend."""
+        given = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        if not given:
+            return model
+        source = f"{model.source}, settings" if model.source else "settings"
+        return msgspec.structs.replace(model, **given, source=source)
+
+
 class AuditSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The exactness audit."""
 
@@ -125,6 +164,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The whole tree. In a TOML file each section is a table; flags and variables name the field alone."""
 
     server: ServerSettings = ServerSettings()
+    sampling: SamplingSettings = SamplingSettings()
     limits: LimitSettings = LimitSettings()
     audit: AuditSettings = AuditSettings()
     recording: RecordingSettings = RecordingSettings()

@@ -8,8 +8,9 @@ import msgspec
 from msgspec import Meta
 
 from service.errors import ApiError
-from service.schema import ChatCompletionRequest, CompletionRequest, GenerationBody
-from service.validation import parse_body
+from service.foreign_fields import UnknownFields
+from service.schema import ChatCompletionRequest, CompletionRequest, Received
+from service.validation import parse_body, parse_generation
 
 Id = Annotated[str, Meta(min_length=1, max_length=128)]
 """A generation's name, chosen by the client; unique among those that run on the socket."""
@@ -42,7 +43,7 @@ class RequestKind(msgspec.Struct, frozen=True):
     prompt: msgspec.Raw = msgspec.Raw()
 
 
-def parse_generate(data: bytes) -> tuple[str, GenerationBody]:
+def parse_generate(data: bytes, unknown_fields: UnknownFields) -> tuple[str, Received]:
     """Id and request of a `generate` message. Raises `ApiError` (400).
 
     Logprobs of the tokens themselves are always asked for.
@@ -54,8 +55,11 @@ def parse_generate(data: bytes) -> tuple[str, GenerationBody]:
     if is_chat == is_text:
         raise ApiError.invalid("request", "request must have either messages (chat) or prompt (text)")
     if is_chat:
-        return message.id, msgspec.structs.replace(parse_body(body, ChatCompletionRequest), logprobs=True)
-    completion = parse_body(body, CompletionRequest)
-    if completion.logprobs is None:
-        completion = msgspec.structs.replace(completion, logprobs=0)
+        chat = parse_generation(body, ChatCompletionRequest, unknown_fields)
+        request = msgspec.structs.replace(chat.request, logprobs=True)
+        return message.id, msgspec.structs.replace(chat, request=request)
+    completion = parse_generation(body, CompletionRequest, unknown_fields)
+    if completion.request.logprobs is None:
+        request = msgspec.structs.replace(completion.request, logprobs=0)
+        completion = msgspec.structs.replace(completion, request=request)
     return message.id, completion

@@ -23,7 +23,7 @@ class TextStream:
     Characters are shown when they are complete. Where a stop string has begun and not ended, its characters are held
     back. The text ends before the stop string that is complete first (of two that end together, the longer); a token
     counts if any of its characters is before that end. Stop strings are looked for behind the first `min_tokens`
-    tokens only.
+    tokens only. With `shows_stop` the text ends behind the stop string, and is held back all the same.
 
         text        T h e   E N D          stop "END"
         tokens      [The][ E][ND]          [The] and [ E] count: the second brought the space
@@ -37,6 +37,7 @@ class TextStream:
         stop: Sequence[str] = (),
         min_tokens: int = 0,
         strip_leading_space: bool = False,
+        shows_stop: bool = False,
     ) -> None:
         self.stop_string: str | None = None
         """The stop string that ended the text, if one did."""
@@ -46,6 +47,7 @@ class TextStream:
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._strips = strip_leading_space
+        self._shows_stop = shows_stop
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_fed = 0
         self._length = 0
@@ -93,7 +95,8 @@ class TextStream:
         """Take from the held text what no stop string can reach any more."""
         ends = [(start + len(stop), start, stop) for stop in self._stop if (start := self._held.find(stop)) >= 0]
         if ends:
-            _, cut, self.stop_string = min(ends)
+            end, start, self.stop_string = min(ends)
+            cut = end if self._shows_stop else start
         else:
             cut = _start_of_partial(self._held, self._stop)
         text, self._held = self._held[:cut], "" if ends else self._held[cut:]

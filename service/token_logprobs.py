@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from msgspec import UNSET, UnsetType
+
 from service.choice import ChoiceDelta
-from service.responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+from service.responses import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TopLogprob,
+)
 from service.tokenizer import Tokenizer
 
 LOWEST = -9999.0
@@ -51,3 +60,23 @@ def completion_logprobs(delta: ChoiceDelta, tokenizer: Tokenizer) -> CompletionL
         top.append({**others, token: max(row.logprob, LOWEST)})
     own = [None if row is None else max(row.logprob, LOWEST) for row in delta.logprobs]
     return CompletionLogprobs(tokens, own, top, delta.offsets)
+
+
+def prompt_logprobs(delta: ChoiceDelta, tokenizer: Tokenizer) -> PromptLogprobs | UnsetType:
+    """Logprobs of a prompt's tokens as vLLM shows them, if the request wanted any."""
+    if delta.prompt_logprobs is None:
+        return UNSET
+    shown: PromptLogprobs = []
+    for token_id, row in delta.prompt_logprobs:
+        if row is None:
+            shown.append(None)
+            continue
+        ranked = zip(row.top_token_ids, row.top_logprobs, range(1, len(row.top_token_ids) + 1), strict=True)
+        entries = [*ranked, (token_id, row.logprob, row.rank)]
+        shown.append(
+            {
+                str(each): PromptLogprob(max(logprob, LOWEST), rank, spelled(tokenizer.spelling(each)))
+                for each, logprob, rank in entries
+            }
+        )
+    return shown

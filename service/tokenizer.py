@@ -50,11 +50,17 @@ class Tokenizer:
         self._specials = {
             int(token["id"]): str(token["content"]) for token in tree.get("added_tokens", ()) if token["special"]
         }
+        self._added = {
+            str(token["content"]): int(token["id"])
+            for token in tree.get("added_tokens", ())
+            if str(token["content"]).strip()
+        }
         self._ids = {content: token_id for token_id, content in self._specials.items()}
         self._pattern = _any_of(self._specials.values())
         self._in_template = re.compile(rf"{self._secret}(\d+);|{self._pattern.pattern}")
         self._decode_token = TokenDecoder(tree.get("decoder"))
         self._tokenizer = self._respelled(tree)
+        self._prefix = self._added_in_front()
         self._bytes: dict[int, bytes] = {}
         self.vocab_size = self._tokenizer.get_vocab_size()
         vocabulary = self._tokenizer.get_vocab().items()
@@ -99,12 +105,22 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a client's text, behind whatever the model wants at the start of a text (`add_special`).
 
-        Control tokens in it are text, unless `parse_special`. Raises `TooManyTokensError` if there are more tokens
-        than `most`.
+        Control tokens in it are text, unless `parse_special`; then a text that begins with what the model wants there
+        (its BOS) gets no second one. Raises `TooManyTokensError` if there are more tokens than `most`.
         """
         if parse_special:
             text = self._pattern.sub(lambda found: self._respell(found[0]), text)
-        return self._encode(text, add_special=add_special, most=most)
+        token_ids = self._encode(text, add_special=add_special, most=most)
+        size = len(self._prefix)
+        if parse_special and add_special and size and token_ids[size : 2 * size] == self._prefix:
+            return token_ids[size:]
+        return token_ids
+
+    def leading_added_token(self, text: str) -> int | None:
+        """The added token, such as a control token, that a text begins with after whitespace; None if it has none."""
+        text = text.lstrip()
+        found = max(filter(text.startswith, self._added), key=len, default=None)
+        return None if found is None else self._added[found]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of text a token contributes; none for a control token or an id without a token."""
@@ -122,6 +138,12 @@ class Tokenizer:
         """The whole text of a sequence of its own, without control tokens."""
         text = b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.strips_leading_space else text
+
+    def _added_in_front(self) -> list[int]:
+        """Token ids that the model wants in front of a text, such as its BOS."""
+        bare, whole = (self._encode("a", add_special=add_special, most=None) for add_special in (False, True))
+        size = next((i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare), 0)
+        return whole[:size]
 
     def _decode(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)

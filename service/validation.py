@@ -12,7 +12,8 @@ import msgspec
 from msgspec import inspect
 
 from service.errors import ApiError, cut, did_you_mean
-from service.schema import REFUSED
+from service.foreign_fields import FieldCleaner, UnknownFields
+from service.schema import ChatCompletionRequest, CompletionRequest, Received
 
 RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 
@@ -29,21 +30,32 @@ def parse_body(body: bytes, request_type: type[RequestT]) -> RequestT:
     try:
         return msgspec.json.decode(body, type=request_type)
     except (msgspec.DecodeError, RecursionError) as error:
-        return _parse_slowly(body, request_type, str(error))
+        raise explain(str(error), _parse_object(body), request_type) from error
 
 
-def _parse_slowly(body: bytes, request_type: type[RequestT], error: str) -> RequestT:
-    """Parse again what did not parse, to say why; or drop refused fields that are empty, and let it pass."""
+def parse_generation(
+    body: bytes, request_type: type[ChatCompletionRequest | CompletionRequest], unknown_fields: UnknownFields
+) -> Received:
+    """The body of a request for generation, without fields of other servers that change nothing.
+
+    Raises `ApiError` (400) that says what to change.
+    """
+    try:
+        return Received(msgspec.json.decode(body, type=request_type))
+    except (msgspec.DecodeError, RecursionError):
+        cleaner = FieldCleaner(unknown_fields)
+        tree = cleaner.clean(_parse_object(body), request_type)
+    try:
+        return Received(msgspec.convert(tree, request_type), tuple(cleaner.ignored))
+    except msgspec.ValidationError as error:
+        raise explain(str(error), tree, request_type) from error
+
+
+def _parse_object(body: bytes) -> dict[str, Any]:
     tree = _parse_json(body)
     if not isinstance(tree, dict):
         raise ApiError.invalid(None, f"the body is {_shown(tree)}; it must be a JSON object", code="invalid_type")
-    refused = [name for name in REFUSED if name in tree]
-    for name in refused:
-        if tree.pop(name) not in (None, [], {}, "", "none", "auto"):
-            raise ApiError.invalid(name, f"{name}: {REFUSED[name]}", code="unsupported_parameter")
-    if refused:
-        return parse_body(msgspec.json.encode(tree), request_type)
-    raise explain(error, tree, request_type)
+    return tree
 
 
 def _parse_json(body: bytes) -> object:

@@ -24,7 +24,7 @@ from service.large_requests import parsed
 from service.origin import Origin
 from service.request_metrics import Metrics
 from service.responses import Usage
-from service.schema import GenerationBody
+from service.schema import Received
 from service.socket_messages import Cancel, Incoming, parse_generate
 from service.validation import parse_body
 
@@ -45,6 +45,8 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     experiment: str | UnsetType = UNSET
     """The experiment that the request takes part in, and its arm there."""
     arm: str | UnsetType = UNSET
+    ignored_fields: tuple[str, ...] | UnsetType = UNSET
+    """Paths of the request's fields that were left out."""
 
 
 class Token(msgspec.Struct, frozen=True):
@@ -175,7 +177,7 @@ class Conversation:
             message_id = incoming.id
             match incoming.type:
                 case "generate":
-                    self._start(*parse_generate(data), tasks)
+                    self._start(*parse_generate(data, self._front.settings.server.unknown_fields), tasks)
                 case "cancel":
                     if (running := self._running.get(parse_body(data, Cancel).id)) is not None:
                         running.cancel()
@@ -188,7 +190,7 @@ class Conversation:
             _log.exception("message failed")
             await self._send(Failed(id=message_id, error=ApiError.of(error).body))
 
-    def _start(self, message_id: str, body: GenerationBody | Parsed, tasks: asyncio.TaskGroup) -> None:
+    def _start(self, message_id: str, body: Received | Parsed, tasks: asyncio.TaskGroup) -> None:
         if message_id in self._running:
             raise ApiError.invalid("id", f"id {message_id!r} is in use on this socket; choose another")
         most = self._front.settings.limits.max_socket_requests
@@ -197,7 +199,7 @@ class Conversation:
         self._running[message_id] = Running(tasks.create_task(self._serve(message_id, body)))
         self._note_state()
 
-    async def _serve(self, message_id: str, body: GenerationBody | Parsed) -> None:
+    async def _serve(self, message_id: str, body: Received | Parsed) -> None:
         """One generation, from `started` to `finished` or `error`. With the last message its id is free again."""
         try:
             last = await self._outcome(message_id, body)
@@ -206,7 +208,7 @@ class Conversation:
             self._note_state()
         await self._send(last)
 
-    async def _outcome(self, message_id: str, body: GenerationBody | Parsed) -> Finished | Failed:
+    async def _outcome(self, message_id: str, body: Received | Parsed) -> Finished | Failed:
         """Send everything of a generation but its last message, which is returned."""
         origin = Origin(route=self._request.path, headers=self._request.headers, arrived_at=time.perf_counter())
         generation_id = f"ws-{uuid.uuid4().hex}"
@@ -230,6 +232,7 @@ class Conversation:
                 prompt_tokens=sum(len(prompt.token_ids) for prompt in generation.prompts),
                 experiment=UNSET if assignment is None else assignment.experiment,
                 arm=UNSET if assignment is None else assignment.arm,
+                ignored_fields=generation.ignored_fields or UNSET,
             )
         )
         self._running[message_id].begin(answer)

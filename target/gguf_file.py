@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFValueType
 from gguf.quants import dequantize
 from safetensors.numpy import save_file
 
 from target.config import RopeScaling
 from target.errors import CheckpointError
 from target.rope_factors import llama3_scaling_of
+from target.sampling_defaults import GENERATION_CONFIG, GGUF_NAMES, GGUF_PREFIX, gguf_sampling_fields
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -108,6 +109,18 @@ class GGUFModel:
         ids = [self._value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         return list(dict.fromkeys(token for token in ids if token is not None))
 
+    def sampling_fields(self) -> dict[str, Any]:
+        """Fields of `generation_config.json` for the file's `general.sampling.*` keys."""
+        keys = [GGUF_PREFIX + name for name in GGUF_NAMES]
+        return gguf_sampling_fields({key: self._scalar(key) for key in keys})
+
+    def _scalar(self, key: str) -> Any:
+        """A value as `_value` gives it, a 32-bit float as the shortest number that rounds to it (0.9, not 0.8999…)."""
+        value = self._value(key)
+        field = self._reader.get_field(key)
+        is_single = field is not None and field.types == [GGUFValueType.FLOAT32]
+        return float(str(np.float32(value))) if is_single else value
+
     def pre_tokenizer(self) -> str | None:
         """llama.cpp's name of the way text is split before merging."""
         name: str | None = self._value("tokenizer.ggml.pre")
@@ -177,8 +190,8 @@ def convert_gguf(path: Path, out_dir: Path, progress: Callable[[str], None]) -> 
     out_dir.mkdir(parents=True, exist_ok=True)
     _write_json(out_dir / "config.json", config)
     _write_json(
-        out_dir / "generation_config.json",
-        {"bos_token_id": config["bos_token_id"], "eos_token_id": model.eos_token_ids()},
+        out_dir / GENERATION_CONFIG,
+        {"bos_token_id": config["bos_token_id"], "eos_token_id": model.eos_token_ids(), **model.sampling_fields()},
     )
     progress(f"converting the weights of {path.name}")
     write_shards(model.tensors(), out_dir)

@@ -51,38 +51,54 @@ def read_json(path: Path) -> dict[str, Any]:
 def _generation_eos(model_dir: Path) -> tuple[int, ...]:
     """Stop tokens of `generation_config.json`: instruction-tuned models name their end of turn there only."""
     path = model_dir / "generation_config.json"
-    return _ids(read_json(path).get("eos_token_id")) if path.exists() else ()
+    return _stop_ids(path, read_json(path)) if path.exists() else ()
 
 
 def _tokenizer_eos(model_dir: Path) -> tuple[int, ...]:
-    """The `eos_token` of `tokenizer_config.json`: some fine-tunes name their end of turn there only."""
-    path = model_dir / "tokenizer_config.json"
-    fields = read_json(path) if path.exists() else {}
+    """The `eos_token` of `tokenizer_config.json`: some fine-tunes name their end of turn there only.
+
+    Contents of another shape than transformers writes name no token, and raise nothing.
+    """
+    fields = _tokenizer_file(model_dir / "tokenizer_config.json")
     token = fields.get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str) or not text:
         return ()
-    return tuple(token_id for token_id, content in _added_tokens(model_dir, fields) if content == text)
+    listed = fields.get("added_tokens_decoder") or _tokenizer_file(model_dir / "tokenizer.json").get("added_tokens")
+    return tuple(token_id for token_id, content in _added_tokens(listed) if content == text)
 
 
-def _added_tokens(model_dir: Path, fields: dict[str, Any]) -> Iterator[tuple[int, str]]:
-    """Ids and texts of the tokens beside the vocabulary, from `tokenizer_config.json`, else from `tokenizer.json`."""
-    decoder = fields.get("added_tokens_decoder")
-    if isinstance(decoder, dict):
-        for token_id, token in decoder.items():
-            if token_id.isdecimal() and isinstance(token, dict):
-                yield int(token_id), str(token.get("content"))
-        return
-    path = model_dir / "tokenizer.json"
-    for token in (read_json(path).get("added_tokens") or ()) if path.exists() else ():
-        yield int(token["id"]), str(token["content"])
+def _tokenizer_file(path: Path) -> dict[str, Any]:
+    """The fields of a tokenizer's file; empty where there is no object in it."""
+    try:
+        return read_json(path)
+    except CheckpointError:
+        return {}
 
 
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """`eos_token_id` is absent, one number or a list of them."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+def _added_tokens(listed: object) -> Iterator[tuple[int, object]]:
+    """Ids and contents of added tokens, listed as in `tokenizer_config.json` (by id) or `tokenizer.json`."""
+    if isinstance(listed, dict):
+        listed = [{**token, "id": int(key)} for key, token in listed.items() if _is_id(key) and isinstance(token, dict)]
+    for token in listed if isinstance(listed, list) else ():
+        if isinstance(token, dict) and isinstance(token.get("id"), int):
+            yield token["id"], token.get("content")
+
+
+def _is_id(key: str) -> bool:
+    return key.isascii() and key.isdecimal()
+
+
+def _stop_ids(path: Path, fields: dict[str, Any]) -> tuple[int, ...]:
+    """`eos_token_id`: absent, one number or a list of them, of which negative ones name no token.
+
+    Raises `CheckpointError` for anything else.
+    """
+    value = fields.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
+        raise CheckpointError(f"{path}: eos_token_id is {value!r}; it must be a token id, a list of them, or null")
+    return tuple(token_id for token_id in ids if token_id >= 0)
 
 
 class _ConfigReader:
@@ -102,7 +118,7 @@ class _ConfigReader:
         if self._fields.get("head_dim") is None and hidden % heads:
             raise self._error("hidden_size", f"a multiple of num_attention_heads ({heads})")
         rope = self._rope()
-        eos = dict.fromkeys(generation_eos + _ids(self._fields.get("eos_token_id")))
+        eos = dict.fromkeys(generation_eos + _stop_ids(self._path, self._fields))
         return ModelConfig(
             vocab_size=self._positive("vocab_size"),
             hidden_size=hidden,

@@ -11,7 +11,17 @@ import pytest
 from benchmarks.extremes import COMMON, JSON_ONLY, encode_json, missing_fields, mutations, paths, replaced
 from benchmarks.fuzz import routes
 from benchmarks.fuzz_engine import ABORT, PREFER, SUBMIT, engine_messages
-from benchmarks.fuzz_requests import BODIES, CHAT, EXPERIMENT, PROFILE, PROMOTION, SPECULATION, TEXT, path_requests
+from benchmarks.fuzz_requests import (
+    BODIES,
+    CHAT,
+    EXPERIMENT,
+    PROFILE,
+    PROMOTION,
+    SPECULATION,
+    TEXT,
+    TOOL_CHAT,
+    path_requests,
+)
 from service.experiments.handlers import ProfileBody, PromoteBody
 from service.experiments.model import Definition
 from service.schema import ChatCompletionRequest, CompletionRequest
@@ -19,22 +29,23 @@ from speculation.messages import Abort, Command, Drain, Prefer, SpeculationConfi
 
 
 @pytest.mark.parametrize(
-    ("template", "schema"),
+    ("templates", "schema"),
     [
-        (CHAT, ChatCompletionRequest),
-        (TEXT, CompletionRequest),
-        (PROFILE, ProfileBody),
-        (PROMOTION, PromoteBody),
-        (EXPERIMENT, Definition),
-        (SUBMIT, Submit),
-        (ABORT, Abort),
-        (PREFER, Prefer),
+        ([CHAT, TOOL_CHAT], ChatCompletionRequest),
+        ([TEXT], CompletionRequest),
+        ([PROFILE], ProfileBody),
+        ([PROMOTION], PromoteBody),
+        ([EXPERIMENT], Definition),
+        ([SUBMIT], Submit),
+        ([ABORT], Abort),
+        ([PREFER], Prefer),
     ],
 )
-def test_templates_have_every_field_of_their_schema(template: Any, schema: type[msgspec.Struct]) -> None:
-    """A field that is added to a schema must be added to its template, or this test names it; templates are valid."""
-    assert missing_fields(template, schema) == set()
-    msgspec.convert(template, schema)
+def test_templates_have_every_field_of_their_schema(templates: list[Any], schema: type[msgspec.Struct]) -> None:
+    """A field that is added to a schema must be added to its templates, or this test names it; templates are valid."""
+    assert missing_fields(templates, list[schema]) == set()  # type: ignore[valid-type]
+    for template in templates:
+        msgspec.convert(template, schema)
 
 
 def test_every_speculation_method_has_a_template_with_every_field() -> None:

@@ -15,6 +15,7 @@ import signal
 import socket
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -38,6 +39,7 @@ from speculation.messages import (
     TokenLogprob,
 )
 from speculation.settings import EngineSettings
+from target.sampling_defaults import read_sampling_defaults
 
 EOS = 2
 TROUBLE = {
@@ -147,6 +149,7 @@ class ScriptedEngine:
                 description="a script",
                 max_num_seqs=self._settings.max_num_seqs,
                 heartbeat_seconds=HEARTBEAT_SECONDS,
+                sampling_defaults=read_sampling_defaults(Path(self._settings.model))[0],
             )
         )
         frames = FrameReader[Command](Command)

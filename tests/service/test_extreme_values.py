@@ -17,7 +17,7 @@ from service.errors import MAX_MESSAGE_BYTES, ApiError, did_you_mean, shorten
 from service.experiments.model import Definition
 from service.experiments.validation import parse_definition
 from service.schema import ChatCompletionRequest, CompletionRequest
-from service.settings import LimitSettings
+from service.settings import LimitSettings, ServerSettings
 from service.validation import parse_body
 from tests.service.conftest import Service, StartService
 
@@ -217,8 +217,7 @@ LONG_CHATS: list[dict[str, Any]] = [
     {"prediction": {"type": LONG, "content": "hi"}},
     {"response_format": {"type": LONG}},
     {"modalities": [LONG]},
-    {"metadata": {LONG: 1}},
-    {"metadata": {"a": [LONG]}},
+    {"metadata": [LONG]},
     {"seed": LONG},
     {"tools": LONG},
     {"user": [LONG]},
@@ -248,8 +247,9 @@ LONG_DEFINITIONS: list[dict[str, Any]] = [
 
 @pytest.fixture
 async def roomy(start_service: StartService) -> Service:
-    """A service that reads bodies of 4 MiB."""
-    return await start_service(limits=LimitSettings(max_body_bytes=4 * 1024**2))
+    """A service that reads bodies of 4 MiB and refuses unknown fields."""
+    limits = LimitSettings(max_body_bytes=4 * 1024**2)
+    return await start_service(server=ServerSettings(unknown_fields="refuse"), limits=limits)
 
 
 async def test_no_answer_and_no_log_line_repeats_a_long_value(roomy: Service) -> None:

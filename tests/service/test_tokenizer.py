@@ -53,6 +53,53 @@ def test_prompts_take_control_tokens_only_when_asked(typed: str) -> None:
     assert tokenizer.encode(typed, parse_special=True) == LIBRARY["byte-level"].encode(typed).ids
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The fox", "<s>The fox"),
+        ("<s>The fox", "<s>The fox"),
+        ("<s><s>The fox", "<s><s>The fox"),
+        ("</s>The fox", "<s></s>The fox"),
+        ("<s>", "<s>"),
+        ("", "<s>"),
+    ],
+)
+def test_a_prompt_with_a_bos_of_its_own_gets_no_second_one(text: str, expected: str) -> None:
+    """With `parse_special` a text has the BOS it begins with, or else the one the model wants."""
+    library = LIBRARY["sentencepiece"]
+    wanted = library.encode(expected, add_special_tokens=False).ids
+    assert OURS["sentencepiece"].encode(text, parse_special=True) == wanted
+
+
+def test_a_bos_that_is_text_stays_behind_the_real_one() -> None:
+    """Without `parse_special` a typed BOS is text, and the model's own stands in front of it."""
+    token_ids = OURS["sentencepiece"].encode("<s>a")
+    assert token_ids[0] == 1
+    assert 1 not in token_ids[1:]
+
+
+def test_a_rendered_conversation_has_the_template_s_bos_alone() -> None:
+    """A template that writes the BOS gives one, though the tokenizer would put one in front of a plain text."""
+    assert OURS["sentencepiece"].encode_rendered("<s>The fox").count(1) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("<|im_end|>", 2), (" \n<|im_end|><|endoftext|>", 2), ("x<|im_end|>", None), ("", None), ("<|im_end|", None)],
+)
+def test_the_added_token_a_text_begins_with_is_found(text: str, expected: int | None) -> None:
+    """Whitespace before it does not count; a text or a part of a token is none."""
+    assert OURS["byte-level"].leading_added_token(text) == expected
+
+
+def test_the_longest_added_token_is_found() -> None:
+    """Of two tokens that both fit, the longer is meant; tokens of whitespace alone are passed over."""
+    library = MAKERS["byte-level"]()
+    library.add_tokens(["\n", "<end>", "<end>>"])
+    tokenizer = Tokenizer(library.to_str().encode())
+    assert tokenizer.leading_added_token("\n<end>>") == library.token_to_id("<end>>")
+
+
 def test_the_secret_spelling_cannot_be_guessed() -> None:
     """Two tokenizers of the same model have different secrets, so a client cannot know one."""
     description = LIBRARY["byte-level"].to_str().encode()

@@ -242,7 +242,7 @@ def broken_answers(monkeypatch: pytest.MonkeyPatch) -> None:
                 raise RuntimeError("a mistake of ours")
 
     def begin(self: Front, generation_id: str, body: Any, origin: Any) -> Any:
-        if body.cache_salt == "never":
+        if body.request.cache_salt == "never":
             raise RuntimeError("a mistake of ours")
         return generate(self, generation_id, body, origin)
 

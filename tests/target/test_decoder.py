@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from target.errors import CheckpointError
 from target.hf_config import read_config
 from target.layout import BatchEntry, lay_out
 from target.load import load_runner
@@ -89,6 +91,51 @@ def test_the_tokenizer_s_eos_ends_a_sequence(save_model: SaveModel, place: str, 
         config["added_tokens_decoder"] = {"5": {"content": "<|im_start|>"}, "7": {"content": "<|im_end|>"}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     assert read_config(folder).eos_token_ids == (2, 7)
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '"x"', '{"eos_token": 3}', '{"eos_token": {"content": null}}'])
+def test_an_unknown_shape_of_the_tokenizer_s_files_names_no_stop_token(save_model: SaveModel, content: str) -> None:
+    """Whatever `tokenizer_config.json` holds, the stop tokens of the configs are read."""
+    folder, _ = save_model("llama", eos_token_id=2)
+    (folder / "tokenizer_config.json").write_text(content)
+    assert read_config(folder).eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    "listed", [3, [3, {"content": "<eot>"}, {"id": "7", "content": "<eot>"}], {"x": {"content": "<eot>"}, "7": "<eot>"}]
+)
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "tokenizer.json"])
+def test_an_unknown_shape_of_the_added_tokens_names_no_stop_token(
+    save_model: SaveModel, listed: object, place: str
+) -> None:
+    """Added tokens without an id, or in no list, are passed over."""
+    folder, _ = save_model("llama", eos_token_id=2)
+    config: dict[str, object] = {"eos_token": "<eot>"}
+    if place == "tokenizer.json":
+        (folder / place).write_text(json.dumps({"added_tokens": listed}))
+    else:
+        config["added_tokens_decoder"] = listed
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert read_config(folder).eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("value", ["2", True, 2.5, [2, None], {"id": 2}])
+def test_a_stop_token_of_a_wrong_type_is_refused(save_model: SaveModel, name: str, value: object) -> None:
+    """A stop token that cannot be understood is named; ignoring it would make answers that never end."""
+    folder, _ = save_model("llama", eos_token_id=2)
+    path = folder / name
+    fields = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**fields, "eos_token_id": value}))
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}: eos_token_id is .*a token id, a list of them"):
+        read_config(folder)
+
+
+def test_a_negative_stop_token_is_none(save_model: SaveModel) -> None:
+    """Files that write -1 for "no token" are read."""
+    folder, _ = save_model("llama", eos_token_id=-1)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, 5]}))
+    assert read_config(folder).eos_token_ids == (5,)
 
 
 def test_the_embedded_model_agrees_with_transformers(embedded_folder: Path) -> None:
