@@ -24,6 +24,7 @@ from service.context import (
     own_pages_only,
     request_context,
 )
+from service.documents import routes as document_routes
 from service.experiments import handlers as experiment_routes
 from service.front import Front
 from service.generation_routes import chat_completions, completions
@@ -41,10 +42,11 @@ from service.pool.security import Security
 from service.pool.store import MEMORY
 from service.request_log import RequestLog
 from service.served_model import MAX_BODY_BYTES
-from service.service_routes import live, metrics, model, models, ready
+from service.service_routes import live, metrics, model, models, ready, version
 from service.settings import Settings
 from service.supervisor import EngineStartError
 from service.tenants import TENANTS, only_who_may
+from service.tokenizer_routes import detokenize, tokenize, tokenizer_info
 from service.websocket import SOCKETS, close_sockets, stream
 
 ENGINES = web.AppKey("engines", LocalEngines)
@@ -90,13 +92,19 @@ def create_app(settings: Settings, engine_command: Sequence[str] | None = None) 
             web.get("/v1/engines", list_engines),
             web.post("/v1/engines/{id}/drain", drain),
             web.get("/health/live", live),
-            web.get("/health/ready", ready),
+            *(web.get(path, ready) for path in ("/health/ready", "/health", "/v1/health", "/ping")),
+            web.post("/ping", ready),
+            web.get("/version", version),
+            web.post("/tokenize", tokenize),
+            web.post("/detokenize", detokenize),
+            web.get("/tokenizer_info", tokenizer_info),
             web.get("/metrics", metrics),
         ]
     )
     audit_routes.setup(app, app[FRONT].auditor)
     experiment_routes.setup(app, app[FRONT].experiments)
     page_routes.setup(app)
+    document_routes.setup(app)
     app.on_response_prepare.extend([add_fixed_headers, add_request_id])
     app.on_shutdown.append(close_sockets)
     app.cleanup_ctx.extend([request_log, engines])

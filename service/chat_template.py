@@ -64,6 +64,8 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        self.source = source
+        """The template itself."""
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:

@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 import uuid
+from http import HTTPStatus
 
 import structlog
 from aiohttp import web
@@ -16,6 +17,8 @@ from service.event_stream import ClientStalledError, drop
 from service.front import Front
 from service.hosts import AllowedHosts, is_own_origin
 from service.request_handler import FIXED_HEADERS, error_response
+from service.tenants import TENANT
+from service.unserved_paths import hint_of
 
 FRONT = web.AppKey("front", Front)
 HOSTS = web.AppKey[AllowedHosts | None]("hosts")
@@ -23,8 +26,10 @@ HOSTS = web.AppKey[AllowedHosts | None]("hosts")
 REQUEST_ID = web.RequestKey("request_id", str)
 ARRIVED_AT = web.RequestKey("arrived_at", float)
 """By `time.perf_counter`."""
+FAILURE = web.RequestKey("failure", ApiError)
+"""Why a request was refused, or failed."""
 
-QUIET = ("/health/", "/metrics", "/page/", "/v1/audit", "/v1/engine", "/v1/experiments")
+QUIET = ("/health", "/v1/health", "/ping", "/metrics", "/page/", "/v1/audit", "/v1/engine", "/v1/experiments")
 """Beginnings of paths that are asked every few seconds, by machines and by the page: not worth a line."""
 
 CLIENT_LEFT = 499
@@ -63,7 +68,12 @@ async def request_context(request: web.Request, handler: Handler) -> web.StreamR
         raise
     finally:
         seconds = round(time.perf_counter() - request[ARRIVED_AT], 6)
-        is_quiet = request.method == "GET" and request.path.startswith(QUIET)
+        is_quiet = (
+            request.method == "GET"
+            and request.path.startswith(QUIET)
+            and status < HTTPStatus.BAD_REQUEST
+            and not front.settings.server.access_log
+        )
         log = _log.debug if is_quiet else _log.info
         log(
             "request",
@@ -71,10 +81,24 @@ async def request_context(request: web.Request, handler: Handler) -> web.StreamR
             path=cut(request.path, MAX_LOGGED_PATH),
             status=status,
             seconds=seconds,
+            client=request.remote,
+            **_details(request),
         )
         route = request.match_info.route.resource
         front.metrics.requests.labels(route.canonical if route is not None else "unknown", str(status)).inc()
     return response
+
+
+def _details(request: web.Request) -> dict[str, str]:
+    """What else the log says of a request: its tenant, and of one that was refused the error's code and field."""
+    failure, tenant = request.get(FAILURE), request.get(TENANT)
+    body = None if failure is None else failure.body
+    found = {
+        "tenant": None if tenant is None else tenant.name,
+        "code": None if body is None else body.code,
+        "param": None if body is None else body.param,
+    }
+    return {name: value for name, value in found.items() if value}
 
 
 @web.middleware
@@ -97,6 +121,7 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
             raise
         _log.exception("handler failed", path=cut(request.path, MAX_LOGGED_PATH))
         failure = ApiError.of(error)
+    request[FAILURE] = failure
     if request.writer.output_size > 0:
         # A second head would be read as part of the first response's body, or as a frame of a WebSocket.
         drop(request)
@@ -171,7 +196,8 @@ def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
         return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
     if isinstance(error, web.HTTPNotFound):
         path = cut(request.path, MAX_LOGGED_PATH)
-        return ApiError(404, f"there is nothing at {path}; docs/api.md lists the routes", code="unknown_url")
+        hint = hint_of(request.path) or "GET /docs lists the routes"
+        return ApiError(404, f"there is nothing at {path}: {hint}", code="unknown_url")
     return ApiError(error.status, error.reason)
 
 

@@ -35,6 +35,9 @@ class AnswerFormat(Protocol):
     def chunk(self, delta: ChoiceDelta, closing: Closing | None, usage: Usage | None = None) -> bytes:
         """What is new of one choice; with `usage`, what the request has used so far."""
 
+    def opening(self, num_choices: int) -> list[bytes]:
+        """What can be said before the first token."""
+
     def usage_chunk(self, closing: Closing) -> bytes:
         """The chunk without choices that ends a stream whose client wants the usage."""
 
@@ -82,6 +85,16 @@ class ChatFormat:
         )
         return self._chunk([choice], usage or self._usage, closing)
 
+    def opening(self, num_choices: int) -> list[bytes]:
+        """A chunk with the role for each choice."""
+        self._begun.update(range(num_choices))
+        message = MessageDelta(role="assistant", content="")
+        choices = [
+            ChatChunkChoice(index=index, delta=message, logprobs=None, finish_reason=None)
+            for index in range(num_choices)
+        ]
+        return [self._chunk([choice], self._usage, None) for choice in choices]
+
     def usage_chunk(self, closing: Closing) -> bytes:
         return self._chunk([], Usage.of(closing), closing)
 
@@ -126,6 +139,10 @@ class CompletionFormat:
 
     def chunk(self, delta: ChoiceDelta, closing: Closing | None, usage: Usage | None = None) -> bytes:
         return self._body([self._choice(delta)], usage or self._usage, closing)
+
+    def opening(self, num_choices: int) -> list[bytes]:
+        """Nothing: a text has no role."""
+        return []
 
     def usage_chunk(self, closing: Closing) -> bytes:
         return self._body([], Usage.of(closing), closing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from service.request_log import RequestLog, Transcript
 from service.schema import GenerationRequest, Received
 from service.served_model import ServedModel, default_name
 from service.settings import Settings
+from service.speculation_names import method_profiles
 from service.tenants import Tenant, Tenants
 from speculation.messages import Ready, SamplingDefaults, SpeculationConfig, Stats, method_of, resolve
 
@@ -197,7 +198,7 @@ class Front:
             model = self.model
             self._check_room(1)
             load = Load(
-                model_name=model.name,
+                model_name=",".join(model.names),
                 folder=str(model.folder),
                 ready=model.ready,
                 sampling=model.sampling,
@@ -264,7 +265,7 @@ class Front:
             return Served(routes=ROUTES)
         return Served(
             methods=frozenset(model.ready.methods),
-            models=(model.name,),
+            models=model.names,
             routes=ROUTES,
             max_prompt_tokens=model.context_length,
         )
@@ -295,15 +296,6 @@ class Front:
 
     def _note_stats(self, stats: Stats) -> None:
         self.metrics.engine.stats = stats
-
-
-def method_profiles(methods: Sequence[str]) -> dict[str, SpeculationConfig]:
-    """Each method under its own name, where it has defaults for everything."""
-    profiles: dict[str, SpeculationConfig] = {}
-    for method in methods:
-        with suppress(msgspec.ValidationError):
-            profiles[method] = msgspec.convert({"method": method}, SpeculationConfig)
-    return profiles
 
 
 @contextmanager

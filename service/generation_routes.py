@@ -107,13 +107,14 @@ async def _respond_in_events(
             events.response.headers.update(answer.headers)
             fields = fields_of(body)
             options = fields.stream_options or StreamOptions()
-            await _stream(
-                answer,
-                events,
-                style,
-                with_usage=options.include_usage,
-                with_usage_so_far=options.continuous_usage_stats,
-            )
+            async with events.kept_alive(lambda: style.opening(answer.generation.num_choices)):
+                await _stream(
+                    answer,
+                    events,
+                    style,
+                    with_usage=options.include_usage,
+                    with_usage_so_far=options.continuous_usage_stats,
+                )
     except ConnectionError:
         raise
     except Exception as error:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from service.conversation import message_texts, rendered_conversation
-from service.errors import ApiError, cut, did_you_mean, shorten
+from service.errors import ApiError, cut, shorten
 from service.generation import SEED_SPAN, Generation, Prompt
 from service.schema import (
     ChatCompletionRequest,
@@ -22,6 +22,7 @@ from service.schema import (
 )
 from service.served_model import ServedModel
 from service.settings import LimitSettings
+from service.speculation_names import missing_method, named_config
 from service.tokenizer import TooManyTokensError
 from speculation.messages import SamplingParams, SpeculationConfig, resolve
 
@@ -366,18 +367,13 @@ class Interpreter:
     def _speculation(self, wanted: SpeculationConfig | str | None) -> SpeculationConfig | None:
         """The config a request means. Raises `ApiError` for an unknown name or a method this engine does not have."""
         if isinstance(wanted, str):
-            if wanted not in self._profiles:
-                hint = did_you_mean(wanted, self._profiles)
-                raise ApiError.invalid(
-                    "speculation", f"speculation names {shorten(wanted)}, which is no profile; {hint}"
-                )
-            wanted = self._profiles[wanted]
+            wanted = named_config(wanted, self._profiles, ())
         if wanted is None:
             return None
         try:
             resolve(wanted, set(self._model.ready.methods))
         except ValueError as error:
-            raise ApiError.invalid("speculation.method", f"speculation: {error}") from error
+            raise missing_method(error, wanted, self._model.ready.methods) from error
         return wanted
 
     def _encode_text(self, name: str, content: str | list[TextPart]) -> list[int]:

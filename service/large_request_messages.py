@@ -13,8 +13,8 @@ from service.schema import GenerationRequest, Received
 from service.settings import LimitSettings
 from speculation.messages import Ready, SamplingDefaults, SpeculationConfig
 
-Kind = Literal["chat", "completion", "socket"]
-"""Body of POST /v1/chat/completions, body of POST /v1/completions, or a `generate` message of GET /v1/stream."""
+Kind = Literal["chat", "completion", "socket", "tokenize"]
+"""Body of POST /v1/chat/completions, /v1/completions or /tokenize, or a `generate` message of GET /v1/stream."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
@@ -52,6 +52,13 @@ class Parsed(msgspec.Struct, frozen=True, kw_only=True, tag="parsed"):
     """Its `id` is empty."""
 
 
+class Tokenized(msgspec.Struct, frozen=True, kw_only=True, tag="tokenized"):
+    """Answer: the token ids of a body of POST /tokenize."""
+
+    token_ids: list[int]
+    with_token_strs: bool
+
+
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     """Answer: the status and body of the error that the client gets."""
 
@@ -69,7 +76,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
 
 ToWorker = Load | Parse
-FromWorker = Parsed | Refused | Failed
+FromWorker = Parsed | Tokenized | Refused | Failed
 
 
 def fields_of(body: Received | Parsed) -> GenerationRequest:

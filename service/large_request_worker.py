@@ -23,6 +23,7 @@ from service.schema import ChatCompletionRequest, CompletionRequest, GenerationB
 from service.served_model import ServedModel
 from service.settings import LimitSettings
 from service.socket_messages import Incoming, parse_generate
+from service.tokenization import TokenizeRequest, tokenized
 from service.validation import parse_body, parse_generation
 from speculation.framing import encode_frame, read_frame
 
@@ -58,6 +59,8 @@ def answer(message: Parse, body: bytes, model: ServedModel, limits: LimitSetting
             if incoming.type != "generate":
                 raise ApiError.invalid("type", "type must be 'generate' in a message of this size")
             received = parse_generate(body, message.unknown_fields)[1]
+        elif message.kind == "tokenize":
+            return tokenized(parse_body(body, TokenizeRequest), model)
         elif message.kind == "chat":
             received = parse_generation(body, ChatCompletionRequest, message.unknown_fields)
         else:

@@ -19,7 +19,7 @@ import structlog
 
 from service.background import start_task
 from service.errors import ApiError
-from service.large_request_messages import Failed, FromWorker, Load, Parse, Parsed, Refused
+from service.large_request_messages import Failed, FromWorker, Load, Parse, Parsed, Refused, Tokenized
 from speculation.framing import FrameReader, encode_frame
 
 IDLE_SECONDS = 60.0
@@ -116,13 +116,20 @@ class LargeRequests:
 
 def parsed(answer: FromWorker) -> Parsed:
     """The request of an answer. Raises the `ApiError` that the client gets in its place."""
+    found = answered(answer)
+    assert isinstance(found, Parsed)
+    return found
+
+
+def answered(answer: FromWorker) -> Parsed | Tokenized:
+    """An answer that is no error. Raises the `ApiError` that the client gets for one."""
     match answer:
         case Refused(status=status, error=error):
             raise ApiError(status, error.message, type=error.type, param=error.param, code=error.code)
         case Failed(traceback=traceback, is_memory_error=is_memory_error):
             _log.error("large request failed", traceback=traceback)
             raise ApiError.of(MemoryError() if is_memory_error else RuntimeError())
-        case Parsed():
+        case Parsed() | Tokenized():
             return answer
 
 

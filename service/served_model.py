@@ -24,7 +24,8 @@ MAX_BODY_BYTES = 16 * 1024**2
 class ServedModel:
     """What the front needs to know of the engine's model."""
 
-    name: str
+    names: tuple[str, ...]
+    """Names under which requests may ask for it; responses have the first."""
     folder: Path
     """Where its tokenizer and chat template were read."""
     ready: Ready
@@ -41,6 +42,7 @@ class ServedModel:
     def load(cls, name: str, folder: Path, ready: Ready, sampling: SamplingDefaults | None = None) -> ServedModel:
         """Read tokenizer and template from a folder. Raises ValueError if they cannot be used.
 
+        `name` is one name, or several with commas between them.
         `sampling` is for requests that set nothing else; without it OpenAI's defaults hold.
         """
         tokenizer = Tokenizer.load(folder)
@@ -51,8 +53,20 @@ class ServedModel:
         if end_of_turn is not None and end_of_turn >= ready.vocab_size:
             end_of_turn = None
         return cls(
-            name, folder, ready, tokenizer, template, int(time.time()), sampling or SamplingDefaults(), end_of_turn
+            _names(name),
+            folder,
+            ready,
+            tokenizer,
+            template,
+            int(time.time()),
+            sampling or SamplingDefaults(),
+            end_of_turn,
         )
+
+    @property
+    def name(self) -> str:
+        """Its name in responses."""
+        return self.names[0]
 
     @property
     def context_length(self) -> int:
@@ -75,13 +89,22 @@ class ServedModel:
 
     def check_name(self, name: str | None) -> None:
         """Raises `ApiError` (404) for a model that is not served."""
-        if name is not None and name not in {self.name, "default"}:
+        if name is not None and name.lower() not in {"default", *map(str.lower, self.names)}:
+            served = " or ".join(map(repr, self.names))
             raise ApiError(
                 404,
-                f"model {shorten(name)} is not served here; {self.name!r} is",
+                f"model {shorten(name)} is not served here; use {served}, or leave the field out",
                 param="model",
                 code="model_not_found",
             )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """The names of a list with commas. Raises ValueError if there is none."""
+    names = tuple(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+    if not names:
+        raise ValueError(f"model_name is {text!r}; it must have at least one name")
+    return names
 
 
 def default_name(model: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+
 import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -22,13 +24,15 @@ def json_response(body: object, *, status: int = 200) -> web.Response:
 
 
 async def models(request: web.Request) -> web.Response:
-    return json_response(ModelList(data=[describe(request.app[FRONT].model)]))
+    served = request.app[FRONT].model
+    return json_response(ModelList(data=[describe(served, name) for name in served.names]))
 
 
 async def model(request: web.Request) -> web.Response:
-    served = request.app[FRONT].model
-    served.check_name(request.match_info["name"])
-    return json_response(describe(served))
+    served, asked = request.app[FRONT].model, request.match_info["name"]
+    served.check_name(asked)
+    names = {name.lower(): name for name in served.names}
+    return json_response(describe(served, names.get(asked.lower(), served.name)))
 
 
 async def live(_: web.Request) -> web.Response:
@@ -42,13 +46,18 @@ async def ready(request: web.Request) -> web.Response:
     return json_response(Health("shutting down" if front.admission.is_draining else "engine not ready"), status=503)
 
 
+async def version(_: web.Request) -> web.Response:
+    return json_response({"version": metadata.version("forerun")})
+
+
 async def metrics(request: web.Request) -> web.Response:
     return web.Response(body=request.app[FRONT].metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-def describe(served: ServedModel) -> Model:
+def describe(served: ServedModel, name: str) -> Model:
+    """An entry of the models' list."""
     return Model(
-        id=served.name,
+        id=name,
         created=served.created,
         max_model_len=served.context_length,
         description=served.ready.description,

@@ -48,12 +48,19 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ),
     ] = ()
     model_name: Annotated[
-        str | None, Meta(description="the model's name on the wire; without it the model folder's or file's name")
+        str | None,
+        Meta(
+            description="names of the model in requests, separated by commas and compared without case; responses "
+            "have the first. Unset, it is the name of the model's folder or file"
+        ),
     ] = None
     tokenizer: Annotated[
         str | None,
         Meta(description="folder with the tokenizer's files, where an engine's own folder is not on this machine"),
     ] = None
+    access_log: Annotated[
+        bool, Meta(description="also log requests of probes, of Prometheus and of the page, one line each")
+    ] = False
     generation_config: Annotated[
         Literal["auto", "none"],
         Meta(

@@ -181,18 +181,22 @@ def only_value(headers: Mapping[str, str], name: str) -> str | None:
 
 
 TENANTS = web.AppKey("tenants", Tenants)
-GENERATING = ("/v1/chat/completions", "/v1/completions")
-READABLE = ("/v1/stream", "/v1/models", "/v1/speculation")
-"""What tenants may do, beside generating; all else under /v1/ is for operators. What probes and Prometheus ask is not
-under it, and needs no key."""
+TENANT = web.RequestKey("tenant", Tenant)
+"""Whose request it is, on routes that need to know."""
+PUBLIC = ("/health", "/v1/health", "/ping", "/version", "/metrics", "/docs", "/page/")
+"""Beginnings of paths that need no API key: those of probes, Prometheus, the page's files and the documents."""
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
+READABLE = ("/v1/stream", "/v1/models", "/v1/speculation", "/tokenizer_info")
+"""Beginnings of paths that tenants may read; everything else is for operators."""
 
 
 @web.middleware
 async def only_who_may(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Let nobody in without a key where keys are set, and only operators to what concerns all."""
     path = request.path
-    if path.startswith("/v1/"):
-        tenant = request.app[TENANTS].identify(request.headers)
+    is_served = request.match_info.http_exception is None
+    if is_served and path != "/" and not path.startswith(PUBLIC):
+        tenant = request[TENANT] = request.app[TENANTS].identify(request.headers)
         is_reading = request.method in {"GET", "HEAD"} and path.startswith(READABLE)
         if not (is_reading or path in GENERATING or tenant.is_operator):
             raise ApiError(403, f"{request.method} {path} is for operators", code="operators_only")

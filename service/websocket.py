@@ -19,7 +19,7 @@ from service.context import FRONT, check_origin
 from service.errors import ApiError, ErrorBody, shorten
 from service.event_stream import drop, limit_writes
 from service.front import Front
-from service.large_request_messages import Parsed
+from service.large_request_messages import Parsed, Tokenized
 from service.large_requests import parsed
 from service.origin import Origin
 from service.request_metrics import Metrics
@@ -91,6 +91,8 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="e
 
     id: str | None
     error: ErrorBody
+    rejected_id: str | UnsetType = UNSET
+    """Of a message that was refused although a generation of that id goes on: `id` is null then."""
 
 
 Outgoing = Started | Tokens | Finished | Failed
@@ -169,7 +171,7 @@ class Conversation:
             if len(data) > SMALL_BODY_BYTES:
                 async with self._front.bodies.hold(len(data)):
                     answer = await self._front.parse_large("socket", [data])
-                message_id = answer.message_id
+                message_id = None if isinstance(answer, Tokenized) else answer.message_id
                 request = parsed(answer)
                 self._start(request.message_id, request, tasks)
                 return
@@ -185,10 +187,16 @@ class Conversation:
                     shown = shorten(incoming.type)
                     raise ApiError.invalid("type", f"type is {shown}; it must be 'generate' or 'cancel'")
         except ApiError as error:
-            await self._send(Failed(id=message_id, error=error.body))
+            await self._send(self._refusal(message_id, error))
         except Exception as error:  # noqa: BLE001 - other generations of the socket go on
             _log.exception("message failed")
-            await self._send(Failed(id=message_id, error=ApiError.of(error).body))
+            await self._send(self._refusal(message_id, ApiError.of(error)))
+
+    def _refusal(self, message_id: str | None, error: ApiError) -> Failed:
+        """The answer to a message that was not served, which cannot be taken for the end of another's generation."""
+        if message_id in self._running:
+            return Failed(id=None, error=error.body, rejected_id=message_id)
+        return Failed(id=message_id, error=error.body)
 
     def _start(self, message_id: str, body: Received | Parsed, tasks: asyncio.TaskGroup) -> None:
         if message_id in self._running:

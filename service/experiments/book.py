@@ -152,7 +152,7 @@ def _experiment(name: str, document: bytes) -> Experiment:
     return experiment
 
 
-def put_profile(book: Book, name: str, config: SpeculationConfig, now: float, *, make_default: bool) -> Changes:
+def put_profile(book: Book, name: str, config: SpeculationConfig, now: float, *, is_default: bool | None) -> Changes:
     """A new profile, or a new version of one. Raises `ApiError` (409) for a name whose document cannot be read."""
     book.check_readable("profile", name)
     known = book.profiles.get(name)
@@ -162,7 +162,9 @@ def put_profile(book: Book, name: str, config: SpeculationConfig, now: float, *,
     if known is None or known.speculation != config:
         version = 1 if known is None else known.version + 1
         changes[f"profile/{name}"] = Profile(name=name, version=version, speculation=config, updated_at=now)
-    return changes | {"default": name} if make_default else changes
+    if is_default:
+        return changes | {"default": name}
+    return changes | {"default": None} if is_default is False and book.default == name else changes
 
 
 def delete_profile(book: Book, name: str) -> Changes:
@@ -173,7 +175,8 @@ def delete_profile(book: Book, name: str) -> Changes:
     if f"profile/{name}" not in book.unreadable:
         book.profile(name)
     if book.default == name:
-        raise conflict(f"profile {name!r} is the default; make another one the default first")
+        remedy = 'PUT it with "default": false, or make another one the default'
+        raise conflict(f"profile {name!r} is the default; {remedy} first")
     for experiment in book.live:
         if experiment.promotion is not None and experiment.promotion.previous == name:
             raise conflict(f"experiment {experiment.name!r} may roll back to profile {name!r}; wait, or stop it first")
@@ -314,7 +317,7 @@ def _profile_of(book: Book, experiment: Experiment, arm: int, now: float) -> tup
     if own is not None and own.speculation == config:
         return own.name, {}
     name = f"{experiment.name}.{chosen.name}"[:64]
-    return name, put_profile(book, name, config, now, make_default=False)
+    return name, put_profile(book, name, config, now, is_default=None)
 
 
 def _saved(experiment: Experiment) -> Changes:

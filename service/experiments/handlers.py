@@ -15,6 +15,7 @@ from service.experiments.model import Experiment, Profile
 from service.experiments.report import Report
 from service.experiments.validation import check_name, parse_definition
 from service.service_routes import json_response
+from service.speculation_names import named_config
 from service.validation import parse_body
 from speculation.messages import SpeculationConfig
 
@@ -24,9 +25,10 @@ EXPERIMENTS = web.AppKey("experiments", Experiments)
 class ProfileBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of PUT /v1/speculation/{name}."""
 
-    speculation: SpeculationConfig
-    default: bool = False
-    """Also make it the config of requests that ask for none."""
+    speculation: SpeculationConfig | str
+    """A config, or the name of a profile or a method."""
+    default: bool | None = None
+    """True makes it the config of requests that ask for none, false ends that; null leaves the default as it is."""
 
 
 class PromoteBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,7 +104,10 @@ async def get_profile(request: web.Request) -> web.Response:
 async def put_profile(request: web.Request) -> web.Response:
     experiments = request.app[EXPERIMENTS]
     body = parse_body(await read_body(request), ProfileBody)
-    profile = await experiments.put_profile(request.match_info["name"], body.speculation, make_default=body.default)
+    config = body.speculation
+    if isinstance(config, str):
+        config = named_config(config, experiments.configs, experiments.served.methods)
+    profile = await experiments.put_profile(request.match_info["name"], config, is_default=body.default)
     return json_response(_profile_view(profile, experiments.book.default))
 
 

@@ -145,17 +145,18 @@ class Experiments:
 
     # What users change and ask. Each raises `ApiError`.
 
-    async def put_profile(self, name: str, config: SpeculationConfig, *, make_default: bool = False) -> Profile:
-        """A new profile, or a new version of one, used from the next request on."""
+    async def put_profile(self, name: str, config: SpeculationConfig, *, is_default: bool | None = None) -> Profile:
+        """A new profile, or a new version of one, used from the next request on.
+
+        `is_default` makes it the default or ends that; None leaves the default as it is.
+        """
         check_profile_name(name)
         try:
             self._check(config)
         except ValueError as error:
             raise ApiError.invalid("speculation", f"speculation: {error}") from None
         now = self.clock()
-        book = await self._keeper.change(
-            lambda book: books.put_profile(book, name, config, now, make_default=make_default)
-        )
+        book = await self._keeper.change(lambda book: books.put_profile(book, name, config, now, is_default=is_default))
         return book.profile(name)
 
     async def refresh(self) -> Book:

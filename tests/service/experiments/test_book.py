@@ -45,19 +45,19 @@ def lookup(book: Book) -> Experiment:
 
 def test_a_profile_gets_a_version_for_every_change() -> None:
     """Another config is another version, the same config is not; the default is a name."""
-    book = after(Book(), books.put_profile(Book(), "fast", NgramConfig(), 1.0, make_default=True))
+    book = after(Book(), books.put_profile(Book(), "fast", NgramConfig(), 1.0, is_default=True))
     assert (book.profiles["fast"].version, book.default) == (1, "fast")
-    assert books.put_profile(book, "fast", NgramConfig(), 2.0, make_default=False) == {}
-    book = after(book, books.put_profile(book, "fast", NgramConfig(max_n=5), 2.0, make_default=False))
+    assert books.put_profile(book, "fast", NgramConfig(), 2.0, is_default=None) == {}
+    book = after(book, books.put_profile(book, "fast", NgramConfig(max_n=5), 2.0, is_default=None))
     assert (book.profiles["fast"].version, book.profiles["fast"].updated_at, book.default) == (2, 2.0, "fast")
 
 
 def test_the_default_profile_cannot_be_deleted() -> None:
     """Deleting it is refused with what to do; another profile can be deleted; an unknown one is unknown."""
-    book = after(Book(), books.put_profile(Book(), "fast", NgramConfig(), 1.0, make_default=True))
+    book = after(Book(), books.put_profile(Book(), "fast", NgramConfig(), 1.0, is_default=True))
     assert "default" in refused(409, lambda: books.delete_profile(book, "fast"))
     assert "did you mean 'fast'" in refused(404, lambda: books.delete_profile(book, "fasd"))
-    book = after(book, books.put_profile(book, "slow", NoSpeculation(), 1.0, make_default=True))
+    book = after(book, books.put_profile(book, "slow", NoSpeculation(), 1.0, is_default=True))
     assert "fast" not in after(book, books.delete_profile(book, "fast")).profiles
 
 
@@ -65,8 +65,8 @@ def test_profiles_and_experiments_are_bounded() -> None:
     """The 201st is refused."""
     book = Book()
     for number in range(books.MAX_PROFILES):
-        book = after(book, books.put_profile(book, f"p{number}", NoSpeculation(), 1.0, make_default=False))
-    refused(409, lambda: books.put_profile(book, "more", NoSpeculation(), 1.0, make_default=False))
+        book = after(book, books.put_profile(book, f"p{number}", NoSpeculation(), 1.0, is_default=None))
+    refused(409, lambda: books.put_profile(book, "more", NoSpeculation(), 1.0, is_default=None))
     many = {f"e{number}": lookup(created()) for number in range(books.MAX_EXPERIMENTS)}
     full = msgspec.structs.replace(Book(), experiments=many)
     refused(409, lambda: books.create(full, definition(), any_config, [], 1.0, is_draft=True))
@@ -116,7 +116,7 @@ def test_what_ran_stays_as_it_was() -> None:
 
 def test_a_promotion_can_be_taken_back() -> None:
     """Promoting an inline arm makes a profile of its config the default; rolling back restores the old one."""
-    book = after(Book(), books.put_profile(Book(), "old", NoSpeculation(), 1.0, make_default=True))
+    book = after(Book(), books.put_profile(Book(), "old", NoSpeculation(), 1.0, is_default=True))
     book = created(book, at_end={"action": "promote", "cool_down_seconds": 60})
     book = after(book, books.promote(book, "lookup", 1, 100.0, "faster", by_hand=False))
     promotion = lookup(book).promotion
@@ -137,7 +137,7 @@ def test_a_rollback_leaves_a_newer_default_alone() -> None:
     """If somebody chose another default meanwhile, that stays; and a rollback happens once."""
     book = created()
     book = after(book, books.promote(book, "lookup", 1, 100.0, "faster", by_hand=False))
-    book = after(book, books.put_profile(book, "mine", NoSpeculation(), 110.0, make_default=True))
+    book = after(book, books.put_profile(book, "mine", NoSpeculation(), 110.0, is_default=True))
     book = after(book, books.roll_back(book, "lookup", 120.0, "slower"))
     assert book.default == "mine"
     assert books.roll_back(book, "lookup", 130.0, "slower") == {}
@@ -145,10 +145,10 @@ def test_a_rollback_leaves_a_newer_default_alone() -> None:
 
 def test_what_was_tested_is_what_is_promoted() -> None:
     """An arm's profile is used if it still holds what was tested, else the tested config gets a profile of its own."""
-    book = after(Book(), books.put_profile(Book(), "fast", NgramConfig(), 1.0, make_default=False))
+    book = after(Book(), books.put_profile(Book(), "fast", NgramConfig(), 1.0, is_default=None))
     book = created(book, arms=[PLAIN, {"name": "f", "profile": "fast"}])
     assert after(book, books.promote(book, "lookup", 1, 100.0, "", by_hand=True)).default == "fast"
-    book = after(book, books.put_profile(book, "fast", NgramConfig(max_n=5), 2.0, make_default=False))
+    book = after(book, books.put_profile(book, "fast", NgramConfig(max_n=5), 2.0, is_default=None))
     book = after(book, books.promote(book, "lookup", 1, 100.0, "", by_hand=True))
     assert book.default == "lookup.f"
     assert book.profiles["lookup.f"].speculation == NgramConfig()

@@ -32,7 +32,7 @@ async def pair(shared_redis: RedisServer) -> AsyncIterator[list[Experiments]]:
 async def test_two_fronts_on_one_redis_are_one_service(pair: list[Experiments]) -> None:
     """A change on one is known to the other after its next exchange; both assign alike and report the same numbers."""
     one, two = pair
-    await one.put_profile("fast", NgramConfig(), make_default=True)
+    await one.put_profile("fast", NgramConfig(), is_default=True)
     await one.create(definition())
     await look(one, two)
     assert two.default == NgramConfig()
@@ -66,7 +66,7 @@ async def test_without_redis_requests_go_on(start_redis: Callable[..., RedisServ
     """
     server = start_redis()
     experiments = front(RedisExperimentStore(server.url, timeout_seconds=0.3))
-    await experiments.put_profile("fast", NgramConfig(), make_default=True)
+    await experiments.put_profile("fast", NgramConfig(), is_default=True)
     await experiments.create(definition())
     server.kill()
     drive(experiments, Law(1), 100)

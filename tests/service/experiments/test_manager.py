@@ -116,7 +116,7 @@ async def test_a_winner_is_promoted_and_watched() -> None:
 async def test_a_promotion_that_turns_out_slow_is_rolled_back() -> None:
     """What was faster becomes slower during the cool-down: the old default returns, and the reason is kept."""
     experiments = front(MemoryExperimentStore())
-    await experiments.put_profile("old", NoSpeculation(), make_default=True)
+    await experiments.put_profile("old", NoSpeculation(), is_default=True)
     await experiments.create(definition(at_end={"action": "promote", "holdback": 0.4}))
     drive(experiments, Law(1, (1.0, 0.7)), 1500)
     await look(experiments)

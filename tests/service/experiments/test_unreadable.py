@@ -53,7 +53,7 @@ async def test_unreadable_documents_hide_no_other() -> None:
     """For each kind of damage, what can be read is used, what cannot is named with a reason, once in the log."""
     store = MemoryExperimentStore()
     experiments = front(store)
-    await experiments.put_profile("fast", NgramConfig(), make_default=True)
+    await experiments.put_profile("fast", NgramConfig(), is_default=True)
     await experiments.create(definition())
     await store.write(await store.revision(), UNREADABLE)
     with capture_logs() as logs:

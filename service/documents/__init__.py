@@ -1,0 +1,1 @@
+"""The documents that the service itself shows, under /docs."""
