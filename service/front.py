@@ -134,6 +134,7 @@ class Front:
             elif self._model.ready.model_fingerprint != ready.model_fingerprint:
                 served = self._model.ready.model_fingerprint
                 raise ValueError(f"its model is {ready.model_fingerprint}, what is served here is {served}")
+        self.metrics.engine.model_name = self._model.name
         self.metrics.engine.is_up = True
 
     def _load_model(self, ready: Ready) -> ServedModel:

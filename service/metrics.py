@@ -23,6 +23,8 @@ class EngineCollector(Collector):
     def __init__(self) -> None:
         self.stats: Stats | None = None
         self.is_up = False
+        self.model_name = ""
+        """Name of the served model; empty before the first engine is ready."""
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("forerun_engine_up", "Whether an engine serves.", value=float(self.is_up))
@@ -39,6 +41,7 @@ class EngineCollector(Collector):
         yield from _totals(stats.counters)
         yield _by_position("drafted", "Draft tokens", stats.drafted_per_position)
         yield _by_position("accepted", "Accepted draft tokens", stats.accepted_per_position)
+        yield from _vllm_aliases(stats, self.model_name)
         skipped = CounterMetricFamily("forerun_drafts_skipped", "Steps without a draft, by reason.", labels=["reason"])
         for reason, count in stats.skipped_drafts.items():
             skipped.add_metric([reason], count)
@@ -151,3 +154,27 @@ def _by_position(verb: str, text: str, counts: list[int]) -> CounterMetricFamily
     for position, count in enumerate(counts, start=1):
         family.add_metric([str(position)], count)
     return family
+
+
+def _vllm_aliases(stats: Stats, model_name: str) -> Iterator[Metric]:
+    """Counters of drafts under vLLM's names and labels, for tools that read those.
+
+    vLLM counts positions from 0 and engines by number; all engines of this service together are engine "0".
+    """
+    labels, values = ["model_name", "engine"], [model_name, "0"]
+    for counter, name, text in (
+        ("drafts", "num_drafts", "Number of spec decoding drafts."),
+        ("draft_tokens", "num_draft_tokens", "Number of draft tokens."),
+        ("accepted_tokens", "num_accepted_tokens", "Number of accepted tokens."),
+    ):
+        family = CounterMetricFamily(f"vllm:spec_decode_{name}", text, labels=labels)
+        family.add_metric(values, stats.counters.get(counter, 0.0))
+        yield family
+    per_position = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Accepted tokens per draft position.",
+        labels=[*labels, "position"],
+    )
+    for position, count in enumerate(stats.accepted_per_position):
+        per_position.add_metric([*values, str(position)], count)
+    yield per_position

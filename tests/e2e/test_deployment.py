@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+import threading
 import tomllib
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +36,61 @@ def test_the_image_runs_without_privileges() -> None:
     """It is built in two stages, the last of which has a user of its own and starts the project's command."""
     last = DOCKERFILE.split("\nFROM ")[-1]
     assert len(instructions("FROM")) == 2
-    assert "USER forerun" in last
+    assert instructions("USER") == [["10001"]], "a number, or Kubernetes cannot tell that it is not root"
     assert "pip install" not in last
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert instructions("ENTRYPOINT") == [[json.dumps([name])] for name in scripts]
     assert {words[0].partition("=")[0] for words in instructions("ARG")} == {"PYTHON", "TORCH", "MODEL", "EXTRAS"}
+
+
+def test_what_the_image_installs_is_pinned() -> None:
+    """Each `pip install` names a file of exact versions or only the project; so do the extras."""
+    joined = DOCKERFILE.replace("\\\n", " ")
+    for arguments in re.findall(r"pip install ([^&;\n]+)", joined):
+        assert re.search(r"(-r|--constraint) requirements/|--no-deps \. *$", arguments), arguments
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    pinned = dict(
+        line.split("==")
+        for line in (ROOT / "requirements/extras.txt").read_text().splitlines()
+        if not line.startswith("#")
+    )
+    for extra in ("ray", "flashinfer"):
+        assert all(re.split(r"[<>=\[]", requirement)[0] in pinned for requirement in extras[extra])
+
+
+def test_the_image_checks_its_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its check asks /health/ready on the port that the environment sets: 200 is healthy, 503 and silence are not."""
+    ((*_, words),) = [
+        line.partition("CMD ") for line in DOCKERFILE.replace("\\\n", " ").splitlines() if "HEALTHCHECK" in line
+    ]
+    _, *arguments = json.loads(words)
+    status, asked = [200], []
+
+    class Probe(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(status[0])
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the standard library's name
+            """Nothing."""
+
+    def check() -> int:
+        return subprocess.run([sys.executable, *arguments], check=False, stderr=subprocess.DEVNULL).returncode
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Probe) as server:
+        monkeypatch.setenv("FORERUN_PORT", str(server.server_port))
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            assert check() == 0
+            status[0] = 503
+            assert check() != 0
+        finally:
+            server.shutdown()
+            thread.join()
+    assert check() != 0
+    assert set(asked) == {"/health/ready"}
 
 
 def test_profiles_are_those_that_the_file_explains() -> None:
@@ -149,6 +203,25 @@ def test_recorded_rules_are_those_that_are_used() -> None:
     expressions.append((ROOT / "docs/operations.md").read_text())
     used = {name for expression in expressions for name in re.findall(r"\bforerun:[\w:]+", expression)}
     assert used == recorded
+
+
+def test_every_expression_of_the_dashboard_is_of_the_chosen_fronts() -> None:
+    """Each metric and each recorded rule in a panel is restricted to the variable `$instance`."""
+    for panel in panels():
+        for target in panel["targets"]:
+            for name, selector in re.findall(r"\b(forerun[_:][\w:]+)(\{[^}]*\})?", target["expr"]):
+                assert 'instance=~"$instance"' in selector, (panel["title"], name)
+
+
+def test_acceptance_is_drawn_for_eight_positions() -> None:
+    """A draft may have 64 positions: both sides of the ratio keep the first eight and no other."""
+    (expression,) = (
+        target["expr"] for panel in panels() for target in panel["targets"] if "at_position" in target["expr"]
+    )
+    patterns = re.findall(r'position=~"([^"]*)"', expression)
+    assert len(patterns) == len(metric_names(expression)) == 2
+    for pattern in patterns:
+        assert [place for place in range(100) if re.fullmatch(pattern, str(place))] == list(range(1, 9))
 
 
 def test_prometheus_reads_what_compose_mounts_and_asks_our_fronts() -> None:
