@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import AsyncIterator
 from importlib import resources
 
 import msgspec
 from aiohttp import web
 
 from service.page.engine import engine_view
+from service.page.markdown import style_sheet
+from service.page.renderer import RENDERER, Renderer, markdown
 from speculation.messages import SpeculationConfig
 
 CONTENT_TYPES = {
@@ -47,18 +50,34 @@ PAGE_FILES = web.AppKey[dict[str, PageFile]]("page_files")
 def setup(app: web.Application) -> None:
     """Add the page's routes."""
     app[PAGE_FILES] = load_files()
-    app.add_routes([web.get("/", index), web.get("/page/{name}", page_file), web.get("/v1/engine", engine_view)])
+    app[RENDERER] = Renderer()
+    app.add_routes(
+        [
+            web.get("/", index),
+            web.get("/page/{name}", page_file),
+            web.post("/page/markdown", markdown),
+            web.get("/v1/engine", engine_view),
+        ]
+    )
+    app.cleanup_ctx.append(renderer)
+
+
+async def renderer(app: web.Application) -> AsyncIterator[None]:
+    """What renders Markdown, until the service ends."""
+    yield
+    await app[RENDERER].close()
 
 
 def load_files() -> dict[str, PageFile]:
-    """Every file of the page by name; and what speculation configs may hold, as the page's forms need it."""
+    """Every file of the page by name; what speculation configs may hold, for its forms; and the colours of code."""
     files = {
         entry.name: _page_file(entry.name, entry.read_bytes())
         for entry in resources.files(__package__).iterdir()
         if entry.name.rpartition(".")[2] in CONTENT_TYPES
     }
     schema = msgspec.json.encode(msgspec.json.schema(SpeculationConfig))
-    return files | {"speculation.json": _page_file("speculation.json", schema)}
+    made = {"speculation.json": schema, "code.css": style_sheet().encode()}
+    return files | {name: _page_file(name, body) for name, body in made.items()}
 
 
 async def index(request: web.Request) -> web.Response:
