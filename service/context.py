@@ -63,7 +63,7 @@ async def request_context(request: web.Request, handler: Handler) -> web.StreamR
         raise
     finally:
         seconds = round(time.perf_counter() - request[ARRIVED_AT], 6)
-        is_quiet = request.method == "GET" and request.path.startswith(QUIET)
+        is_quiet = request.path.startswith({"GET": QUIET, "POST": "/page/"}.get(request.method, ()))
         log = _log.debug if is_quiet else _log.info
         log(
             "request",

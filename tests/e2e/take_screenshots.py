@@ -69,11 +69,12 @@ def save(page: Page, folder: Path, name: str) -> None:
 def race(page: Page, folder: Path) -> None:
     """Two configs side by side, one token telling of itself."""
     page.open()
+    page.show_tokens()
     page.choose(".settings select", "suffix")
     page.one("#compare").click()
     page.set_number("Seed", "7")
     page.set_number("Temperature", "0")
-    page.set_number("Most tokens", MOST_TOKENS)
+    page.set_number("Max tokens", MOST_TOKENS)
     page.ask(CODE)
     left, _ = page.answers()
     page.until(lambda: page.text(".verdict"))
@@ -90,7 +91,7 @@ def predicted(page: Page, folder: Path) -> None:
     page.find("summary")[-1].click()
     page.find(".settings textarea")[-1].send_keys(PREDICTED)
     page.set_number("Temperature", "0")
-    page.set_number("Most tokens", MOST_TOKENS)
+    page.set_number("Max tokens", MOST_TOKENS)
     page.ask(CODE)
     page.answers()
     ActionChains(page.browser).move_to_element(page.one(".wordmark")).perform()

@@ -70,15 +70,16 @@ def test_an_answer_streams_in_colours(page: Page) -> None:
     question = "Größe 東京 👩‍👩‍👧 🎉 fox"
     page.open()
     page.set_number("Seed", "5")
+    page.show_tokens()
     page.ask(question)
     (answer,) = page.answers()
-    request = {"messages": [{"role": "user", "content": question}], "seed": 5, "temperature": 0.7, "max_tokens": 200}
+    request = {"messages": [{"role": "user", "content": question}], "seed": 5, "max_tokens": 512}
     assert text_of(answer) == answer_of(page.url, request)
     assert set(page.sources(answer)) == {"ngram", "target"}
     guess, own = (answer.find_element(By.CSS_SELECTOR, f"[data-source={source}]") for source in ("ngram", "target"))
     assert guess.value_of_css_property("background-color") != own.value_of_css_property("background-color")
     note = answer.find_element(By.CSS_SELECTOR, ".answer-note").text
-    assert "guesses right (100 %)" in note
+    assert "draft tokens accepted (100 %)" in note
     assert "seed 5" in note
     counters = {one.get_attribute("data-counter"): one.text for one in page.find("[data-counter]")}
     assert counters.keys() == {"speed", "acceptance", "ttft", "saved"}
@@ -86,7 +87,7 @@ def test_an_answer_streams_in_colours(page: Page) -> None:
     assert counters["ttft"].endswith("ms")
     ActionChains(page.browser).move_to_element(guess).perform()
     assert "position 1" in page.text(".tip")
-    assert "guessed by ngram, place 1 of its draft" in page.text(".tip")
+    assert "drafted by ngram, place 1 of its draft" in page.text(".tip")
     assert "logprob −0.500 (60.7 %)" in page.text(".tip")
     ActionChains(page.browser).move_to_element(page.one(".wordmark")).perform()
     assert not page.one(".tip").is_displayed()
@@ -316,7 +317,7 @@ def test_the_model_answers_by_keyboard_alone(real: Page) -> None:
     real.until(lambda: real.text(".verdict").startswith("Same text, all"))
     real.press(Keys.SHIFT, Keys.TAB)
     real.keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    assert "the target’s own" in real.text(".tip")
+    assert "from the target model" in real.text(".tip")
     assert "position 3" in real.text(".tip")
     real.keys(Keys.ESCAPE)
     assert not real.one(".tip").is_displayed()
@@ -327,7 +328,7 @@ def test_a_long_answer_can_be_stopped(real: Page, server: Server) -> None:
     real.open()
     real.choose(".settings select", "none")
     real.set_number("Temperature", "0")
-    real.set_number("Most tokens", "900")
+    real.set_number("Max tokens", "900")
     real.ask(ENDLESS)
     real.until(lambda: real.find(".token"))
     real.keys(Keys.ESCAPE)

@@ -99,7 +99,7 @@ def test_every_reference_is_to_a_file_of_the_page() -> None:
     named = {"index.html"}
     named |= {path.removeprefix("page/") for path in re.findall(r'(?:src|href)="([^#"]+)"', TEXTS["index.html"])}
     for text in SCRIPTS.values():
-        named |= set(re.findall(r'from "\./([\w.]+)"', text)) | set(re.findall(r'"page/([\w.]+)"', text))
+        named |= set(re.findall(r'from "\./([\w.]+)"', text)) | set(re.findall(r'"page/(\w+\.\w+)"', text))
     assert named == set(FILES)
 
 
