@@ -87,7 +87,9 @@ function build(node) {
     return h("div", { class: "code" }, h("div", { class: "code-bar" }, h("span", null, attributes["data-language"] ?? "code"),
       copyButton("Copy code", () => element.textContent)), element);
   }
-  return tag === "table" ? h("div", { class: "scroll", tabindex: 0 }, element) : element;
+  if (tag !== "table") return element;
+  element.setAttribute("aria-label", "Table in the answer");
+  return h("div", { class: "scroll", tabindex: 0 }, element);
 }
 
 function allowed(tag, { class: css, href, start, "data-align": align }) {

@@ -112,7 +112,9 @@ class Page:
             return [] if busy else found
 
         found: list[WebElement] = self.until(ended)
-        assert {one.get_attribute("data-state") for one in found} <= set(states or ("finished", "limit")), self.text(".turn")
+        assert {one.get_attribute("data-state") for one in found} <= set(states or ("finished", "limit")), self.text(
+            ".turn"
+        )
         return found
 
     def sources(self, answer: WebElement) -> list[str]:

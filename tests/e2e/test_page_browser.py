@@ -16,7 +16,6 @@ from selenium.webdriver.common.by import By
 
 from service.experiments.manager import Experiments
 from service.experiments.validation import parse_definition
-from tests.browser import open_browser
 from tests.e2e.page import Page, text_of
 from tests.e2e.scripted_service import ScriptedService
 from tests.e2e.server import Server
@@ -27,27 +26,6 @@ MARKUP = "<img src=x onerror=alert(1)><script>document.title='gone'</script>"
 ENDLESS = "Write the numbers from 1 to 500, one number a line, and nothing else."
 """Greedy, the answer goes on for more than 900 tokens."""
 COPY = "Repeat this list exactly: amber, basalt, cedar, delta, ember, fjord, granite, harbor, indigo, juniper."
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
-    running = open_browser(tmp_path_factory.mktemp("browser"))
-    yield running
-    running.quit()
-
-
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedService]:
-    with ScriptedService(tmp_path_factory.mktemp("model")) as running:
-        yield running
-
-
-@pytest.fixture
-def page(browser: Chrome, scripted: ScriptedService) -> Iterator[Page]:
-    """The page of the scripted service; nothing that a test does may make the browser complain."""
-    shown = Page(browser, scripted.url)
-    yield shown
-    assert shown.complaints() == []
 
 
 @pytest.fixture
@@ -308,6 +286,8 @@ def test_the_model_answers_by_keyboard_alone(real: Page) -> None:
     real.tab_to(".pairs .field:first-child input")
     real.press(Keys.CONTROL, "a")
     real.keys("0")
+    real.tab_to("[role=switch]")
+    real.keys(Keys.SPACE)
     real.tab_to("[aria-label=Message]")
     real.keys(COPY, Keys.ENTER)
     left, right = real.answers()
@@ -315,7 +295,7 @@ def test_the_model_answers_by_keyboard_alone(real: Page) -> None:
     assert set(real.sources(left)) > {"target"}
     assert set(real.sources(right)) == {"target"}
     real.until(lambda: real.text(".verdict").startswith("Same text, all"))
-    real.press(Keys.SHIFT, Keys.TAB)
+    real.tab_to(".answer .token")
     real.keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
     assert "from the target model" in real.text(".tip")
     assert "position 3" in real.text(".tip")
