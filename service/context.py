@@ -63,7 +63,7 @@ async def request_context(request: web.Request, handler: Handler) -> web.StreamR
         raise
     finally:
         seconds = round(time.perf_counter() - request[ARRIVED_AT], 6)
-        is_quiet = request.path.startswith({"GET": QUIET, "POST": "/page/"}.get(request.method, ()))
+        is_quiet = request.path.startswith(QUIET if request.method == "GET" else "/page/")
         log = _log.debug if is_quiet else _log.info
         log(
             "request",

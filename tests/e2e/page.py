@@ -97,7 +97,8 @@ class Page:
 
     def rendered(self, answer: WebElement) -> WebElement:
         """The answer as Markdown, once the service has rendered all of it."""
-        return self.until(lambda: answer.find_elements(By.CSS_SELECTOR, ".markdown:not(.plain)"))[0]
+        found: list[WebElement] = self.until(lambda: answer.find_elements(By.CSS_SELECTOR, ".markdown:not(.plain)"))
+        return found[0]
 
     def ask(self, question: str) -> None:
         self.one("[aria-label=Message]").send_keys(question, Keys.ENTER)

@@ -124,11 +124,22 @@ def test_the_engine_at_work_is_shown(page: Page) -> None:
     titles = [one.text for one in page.find(".tile h3")]
     assert titles == [
         *("Batch", "Queue", "Output", "Step time", "KV blocks", "Prefix hit rate", "Time saved", "Exactness audit"),
-        *("Acceptance by position", "Step time", "Steps without a draft", "Proposers"),
+        *("Acceptance by position", "Step time distribution", "Steps without a draft", "Proposers"),
     ]
     assert "free 999" in page.text("[aria-label='KV blocks']")
     assert "50 % of 2" in page.text("[aria-label='Acceptance by position']")
     assert "disabled" in page.text("[aria-label='Steps without a draft']")
+    assert "engine-0" in page.text("[aria-label=Engines] tbody")
+    assert "(no tenant)" in page.text("[aria-label=Tenants] tbody")
+    newest = page.text("[aria-label='Last requests'] tbody tr:first-child")
+    assert "ws-" in newest
+    assert "auto" in newest
+    assert max(one.size["height"] for one in page.find(".tiles:not(.wide) .tile")) < 170, "no tile is mostly empty"
+    page.tab_to("a[href=metrics]")
+    script = "return performance.getEntriesByName(`${location.origin}/v1/engine`).length"
+    looks = page.browser.execute_script(script)
+    page.until(lambda: page.browser.execute_script(script) > looks + 1)
+    assert page.browser.switch_to.active_element.get_attribute("href") == f"{page.url}/metrics"
 
 
 def test_an_experiment_s_life_by_keyboard(page: Page, scripted: ScriptedService) -> None:
@@ -137,7 +148,12 @@ def test_an_experiment_s_life_by_keyboard(page: Page, scripted: ScriptedService)
     page.tab_to("#experiments aside button")
     page.keys(Keys.ENTER)
     page.until(lambda: page.find("dialog[open]"))
-    page.keys("two words", Keys.TAB, MARKUP)
+    assert len([one for one in page.find("dialog .field") if one.is_displayed()]) == 5
+    page.keys("two words")
+    page.tab_to("dialog summary")
+    page.keys(Keys.SPACE)
+    page.tab_to("dialog [name=hypothesis]")
+    page.keys(MARKUP)
     page.tab_to("dialog button.primary")
     page.keys(Keys.ENTER)
     page.until(lambda: "name is 'two words'" in page.text("dialog .problem"))
@@ -151,7 +167,7 @@ def test_an_experiment_s_life_by_keyboard(page: Page, scripted: ScriptedService)
     assert page.find("main img, main script") == []
     assert page.text(".experiment-list").split() == ["first", "running"]
     experiment = scripted.front.experiments.book.experiments["first"]
-    assert [arm.name for arm in experiment.definition.arms] == ["plain", "lookup"]
+    assert [arm.name for arm in experiment.definition.arms] == ["none", "ngram"]
     page.tab_to(".actions button:nth-child(2)")
     page.keys(Keys.ENTER)
     page.tab_to("dialog button.primary")

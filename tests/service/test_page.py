@@ -167,6 +167,10 @@ async def test_the_engine_s_numbers_are_those_of_its_stats(service: Service) -> 
     assert view["stats"]["blocks_free"] == 999
     assert view["stats"]["skipped_drafts"] == {"disabled": 1}
     assert view["stats"]["accepted_per_position"] == [2, 1]
+    (request,) = view["requests"]
+    assert (request["completion_tokens"], request["method"], request["is_aborted"]) == (9, "auto", False)
+    assert (request["experiment"], request["tenant"]) == (None, "")
+    assert 0 < request["ttft"] <= request["end_to_end"]
     assert len(view["step_seconds_bounds"]) == len(view["stats"]["step_seconds_buckets"])
 
 
