@@ -41,7 +41,7 @@ export class Answer {
       this.#values[name] = h("dd", { "data-counter": name }, "–");
       return h("div", null, h("dt", null, text), this.#values[name]);
     });
-    this.#heading = h("h3", null, label ? h("span", { class: "side" }, label) : null, title);
+    this.#heading = h("h2", null, label ? h("span", { class: "side" }, label) : null, title);
     this.element = h("article", { class: "answer", "aria-busy": "true", "aria-label": `Answer by ${title}` },
       h("header", null, this.#heading, this.#ran), h("dl", { class: "counters" }, counters),
       h("div", { class: "answer-text" }, this.markdown.element, this.tokens.element), this.#note, this.actions);

@@ -7,7 +7,7 @@ import { copyButton } from "./share.js";
 const TAGS = new Set(["p", "h1", "h2", "h3", "h4", "h5", "h6", "blockquote", "ul", "ol", "li", "hr", "br", "pre", "code", "em",
   "strong", "s", "a", "table", "thead", "tbody", "tr", "th", "td", "span"]);
 const MIN_PAUSE_MS = 250;
-const HEADINGS_BELOW = 3; // an answer has a heading of this level
+const HEADINGS_BELOW = 2; // an answer has a heading of this level
 
 export class MarkdownText {
   element = h("div", { class: "markdown plain" });

@@ -13,11 +13,11 @@ import { Turn } from "./turn.js";
 
 const VIEW = "forerun-view";
 const EXAMPLES = [
-  ["Rewrite", "Copy this text, and replace the word “blue” by “green”:\n\nThe blue boat left the harbor at noon. The crew of the blue boat had "
-    + "painted it blue again in spring, and everybody in the harbor knew the blue boat by its colour."],
-  ["Extract", "Write these orders as a JSON list of objects with the keys name, item and count:\n\nAlice Brown orders 3 lamps. "
-    + "Bob Stone orders 12 chairs. Carol Reed orders 7 tables."],
-  ["Code", "Write a Python class Point with x, y and z, and the methods __add__, __sub__ and __mul__."],
+  ["Format", "Format this JSON with one key on each line:\n\n```json\n"
+    + '{"name": "Alice Brown", "item": "brass lamp", "count": 3, "address": "12 Hill Road, Springfield", "phone": "555 0134"}\n```'],
+  ["Extract", "Write this order as a JSON object with the keys name, item, count and address:\n\n"
+    + "name: Alice Brown\nitem: brass lamp\ncount: 3\naddress: 12 Hill Road, Springfield\nphone: 555 0134"],
+  ["Explain", "Explain in three sentences why the sky is blue."],
 ];
 
 export class Playground {
@@ -68,7 +68,7 @@ export class Playground {
     this.#export = h("div", { class: "export" },
       h("button", { type: "button", class: "quiet small", onclick: () => this.#download("md", "text/markdown", asMarkdown(this.#record)) }, "Export as Markdown"),
       h("button", { type: "button", class: "quiet small", onclick: () => this.#download("json", "application/json", JSON.stringify(this.#record, null, 2)) }, "Export as JSON"));
-    fill(section,
+    fill(section, h("h1", { class: "unseen" }, "Playground"),
       h("aside", { class: "settings", "aria-label": "Settings" },
         this.#past.element,
         this.#left.element,
@@ -145,7 +145,7 @@ export class Playground {
     const examples = EXAMPLES.map(([name, text]) => h("button", { type: "button", class: "example", onclick: () => this.#try(text) },
       h("strong", null, name), h("span", null, text)));
     fill(this.#log, h("div", { class: "greeting" },
-      h("h1", null, "Same answer, sooner"),
+      h("h2", null, "Same answer, sooner"),
       h("p", null, "A proposer drafts tokens, the target model checks them all in one step. The text is what plain decoding would give; "
         + "“Tokens” shows who drafted what."),
       h("div", { class: "examples" }, examples)));
@@ -255,7 +255,7 @@ export class Playground {
   }
 
   #start() {
-    fill(this.#log, h("h1", { class: "unseen" }, "Conversation"));
+    fill(this.#log);
     this.#export.hidden = false;
   }
 

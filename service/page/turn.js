@@ -60,7 +60,7 @@ export class Turn {
     const titles = this.answers.map((answer, index) => `${"AB"[index]}: ${answer.title}`);
     fill(this.#verdict, judge(this.answers, this.answers.map((answer) => answer.title)));
     if (this.answers.every((answer) => answer.finish)) {
-      fill(this.#table, table("Both runs", ["", ...titles], COMPARED.map(([name, of]) => [name, ...this.answers.map((answer) => of(answer.finish, answer))])));
+      fill(this.#table, table("Both runs", ["Measure", ...titles], COMPARED.map(([name, of]) => [name, ...this.answers.map((answer) => of(answer.finish, answer))])));
     }
     return this.#verdict.textContent;
   }

@@ -83,17 +83,19 @@ def race(page: Page, folder: Path) -> None:
 
 
 def predicted(page: Page, folder: Path) -> None:
-    """One answer that several proposers guessed at, in order."""
+    """One answer that several proposers guessed at, in order, as it is read."""
     page.open()
+    page.show_tokens(on=False)
     page.choose(".settings select", "custom")
     page.choose(".parameters select", "first")
     page.one(".parameters input").send_keys("prediction, suffix")
-    page.find("summary")[-1].click()
+    page.find(".settings summary")[-1].click()
     page.find(".settings textarea")[-1].send_keys(PREDICTED)
     page.set_number("Temperature", "0")
     page.set_number("Max tokens", MOST_TOKENS)
     page.ask(CODE)
     page.answers()
+    page.until(lambda: page.find(".markdown pre"))
     ActionChains(page.browser).move_to_element(page.one(".wordmark")).perform()
     save(page, folder, "playground")
 

@@ -93,7 +93,7 @@ def test_markdown_is_shown_as_elements(page: Page) -> None:
         return [one.text for one in shown.find_elements(By.CSS_SELECTOR, selector)]
 
     page.until(lambda: parts("td"))
-    assert parts("h4") == ["Title"]
+    assert parts("h3") == ["Title"]
     assert parts("strong") == ["bold"]
     assert parts("p code") == ["code"]
     assert parts("pre") == ["def f(): return 'x'"]
@@ -288,10 +288,23 @@ def test_compared_answers_stand_in_line(page: Page) -> None:
             [cell.text for cell in row.find_elements(By.CSS_SELECTOR, "th, td")] for row in page.find(".compared tr")
         ]
     )
-    assert table[0] == ["", "A: ngram · num_speculative_tokens 4", "B: none"]
+    assert table[0] == ["Measure", "A: ngram · num_speculative_tokens 4", "B: none"]
     rows = {name: values for name, *values in table[1:]}
     assert rows["Output tokens"][0] == rows["Output tokens"][1] != "–"
     assert rows["Mean acceptance length"] == ["3.00", "–"]
+
+
+def test_wide_code_scrolls_by_itself(page: Page) -> None:
+    """A long line of code makes its block scroll, neither the conversation nor the page, alone and side by side."""
+    for turn in range(2):
+        page.ask(Keys.SHIFT + Keys.ENTER * 2 + "```python" + Keys.ENTER + "x" * 300 + Keys.ENTER + "```" + Keys.NULL)
+        page.until(lambda count=turn + 1: len(page.find(".turn")) == count)
+        for answer in page.answers():
+            page.until(lambda answer=answer: answer.find_elements(By.CSS_SELECTOR, ".markdown pre"))
+        script = "const one = document.querySelector(arguments[0]); return one.scrollWidth > one.clientWidth"
+        assert page.browser.execute_script(script, ".turn:last-of-type pre")
+        assert not page.browser.execute_script(script, ".log")
+        page.one("#compare").click()
 
 
 def test_an_example_is_deterministic(page: Page) -> None:
