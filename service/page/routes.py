@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 from collections.abc import AsyncIterator
 from importlib import resources
 
 import msgspec
-from aiohttp import web
+from aiohttp import ETag, web
 
 from service.page.engine import engine_view
 from service.page.markdown import style_sheet
@@ -40,6 +41,8 @@ class PageFile(msgspec.Struct, frozen=True):
     """One file, in memory."""
 
     body: bytes
+    compressed: bytes
+    """The same in gzip."""
     content_type: str
     etag: str
 
@@ -90,7 +93,8 @@ async def page_file(request: web.Request) -> web.Response:
 
 
 def _page_file(name: str, body: bytes) -> PageFile:
-    return PageFile(body, CONTENT_TYPES[name.rpartition(".")[2]], hashlib.sha256(body).hexdigest()[:32])
+    compressed = gzip.compress(body, mtime=0)
+    return PageFile(body, compressed, CONTENT_TYPES[name.rpartition(".")[2]], hashlib.sha256(body).hexdigest()[:32])
 
 
 def _respond(request: web.Request, name: str) -> web.Response:
@@ -98,11 +102,15 @@ def _respond(request: web.Request, name: str) -> web.Response:
     file = request.app[PAGE_FILES].get(name)
     if file is None:
         raise web.HTTPNotFound
-    response = web.Response(headers={**SECURITY_HEADERS, "Cache-Control": "no-cache"})
-    response.etag = file.etag
+    response = web.Response(headers={**SECURITY_HEADERS, "Cache-Control": "no-cache", "Vary": "Accept-Encoding"})
+    response.etag = ETag(file.etag, is_weak=True)  # one tag for both encodings
     if any(tag.value in {file.etag, "*"} for tag in request.if_none_match or ()):
         response.set_status(304)
         return response
-    response.body = file.body
+    if "gzip" in request.headers.get("Accept-Encoding", ""):
+        response.body = file.compressed
+        response.headers["Content-Encoding"] = "gzip"
+    else:
+        response.body = file.body
     response.content_type, response.charset = file.content_type, "utf-8"
     return response

@@ -75,6 +75,21 @@ async def test_every_file_is_served_with_its_type_once(service: Service) -> None
         assert (again.status, again.body) == (304, b"")
 
 
+async def test_files_come_compressed_to_those_who_take_it(service: Service) -> None:
+    """A client that takes gzip gets that, another the file as it is; caches keep the two apart."""
+    for accepted, encoding in (("gzip, deflate, br", "gzip"), ("identity", None)):
+        fetched = await fetch(service, "/page/style.css", **{"Accept-Encoding": accepted})
+        assert (fetched.headers.get("Content-Encoding"), fetched.headers["Vary"]) == (encoding, "Accept-Encoding")
+        assert fetched.body == FILES["style.css"].body
+        assert (int(fetched.headers["Content-Length"]) < len(fetched.body)) == (encoding is not None)
+
+
+def test_modules_are_fetched_at_once() -> None:
+    """Every module is named in the page itself, so that none waits until another one that imports it has come."""
+    preloaded = re.findall(r'rel="modulepreload" href="page/([^"]+)"', TEXTS["index.html"])
+    assert sorted(preloaded) == sorted(SCRIPTS.keys() - {"main.js"})
+
+
 async def test_only_the_page_s_files_are_served(service: Service) -> None:
     """Source code and what lies elsewhere cannot be fetched."""
     for name in ("routes.py", "..%2froutes.py", "%2e%2e/routes.py", "../routes.py", "missing.js", "__init__.py"):
