@@ -1,12 +1,12 @@
 """Conversations on the page: Markdown, what can be done with an answer, what the browser keeps, and small screens."""
 
-from __future__ from functools import partial
-import annotations
+from __future__ import annotations
 
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
