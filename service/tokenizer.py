@@ -107,14 +107,14 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a client's text, behind whatever the model wants at the start of a text (`add_special`).
 
-        Control tokens in it are text, unless `parse_special`; then a text that begins with what the model wants there
+        Control tokens in it are text, unless `parse_special`. A text whose tokens begin with what the model wants there
         (its BOS) gets no second one. Raises `TooManyTokensError` if there are more tokens than `most`.
         """
         if parse_special:
             text = self._pattern.sub(lambda found: self._respell(found[0]), text)
         token_ids = self._encode(text, add_special=add_special, most=most)
         size = len(self._prefix)
-        if parse_special and add_special and size and token_ids[size : 2 * size] == self._prefix:
+        if add_special and size and token_ids[size : 2 * size] == self._prefix:
             return token_ids[size:]
         return token_ids
 
