@@ -289,7 +289,7 @@ class Front:
         _log.info(
             "generation",
             generation=answer.generation.id,
-            method=method,
+            speculation=method,
             prompt_tokens=closing.num_prompt_tokens,
             completion_tokens=closing.num_completion_tokens,
             ttft=round(timing.ttft, 6),

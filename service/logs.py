@@ -1,4 +1,4 @@
-"""Logs: one JSON object a line on standard error, with the id of the request they belong to."""
+"""Logs: one event a line on standard error, with the id of the request it belongs to."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 import structlog
 
+from speculation.log_format import LogFormat, line_processors
+
 _KEY = re.compile(r"""(bearer(?:\s|\\+t)+|forerun\.key\.)(?:\\.|[^\s"\\])+""", re.IGNORECASE)
-"""An API key, as a header or a subprotocol has it, in a line of JSON."""
+"""An API key, as a header or a subprotocol has it, in a log line."""
 
 
-def configure_logs(level: str) -> None:
+def configure_logs(level: str, log_format: LogFormat) -> None:
     """Send structlog's and the standard library's logs the same way. Once, at start."""
     shared: list[structlog.types.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -25,8 +27,7 @@ def configure_logs(level: str) -> None:
         foreign_pre_chain=shared,
         processors=[
             structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
+            *line_processors(log_format),
             hide_keys,
         ],
     )

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 
 import structlog
 from aiohttp import web
@@ -23,7 +23,9 @@ from service.logs import configure_logs
 from service.memory import keep_heap_small
 from service.metrics import ConnectionCollector
 from service.settings import Settings
+from service.start_progress import StartProgress, shown_progress
 from service.supervisor import EngineStartError
+from speculation.log_format import is_console
 
 FAREWELL_SECONDS = 2.0
 """How long clients that are cut off have to read the error, and then an idle engine to exit."""
@@ -36,7 +38,7 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> int:
 
     `announce` is given what a user should read when the service is ready.
     """
-    configure_logs(settings.engine.log_level)
+    configure_logs(settings.engine.log_level, settings.engine.log_format)
     try:
         asyncio.get_running_loop().set_exception_handler(handle_loop_errors)
         raise_file_limit()
@@ -58,7 +60,13 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> int:
         _log.info("listening", url=url_of(runner), engine="loading")
         if (warning := exposure_warning(settings)) is not None:
             _log.warning("listening beyond this machine without API keys", reason=warning)
-        return await _until_stopped(app, url_of(runner), stop, announce)
+        async with AsyncExitStack() as stack:
+            progress = None
+            if is_console(settings.engine.log_format) and sys.stderr.isatty():
+                progress = await stack.enter_async_context(
+                    shown_progress(app[ENGINES].supervisors.values(), sys.stderr)
+                )
+            return await _until_stopped(app, url_of(runner), stop, announce, progress)
     finally:
         await runner.cleanup()
 
@@ -79,12 +87,20 @@ async def listen(runner: web.AppRunner, host: str, port: int) -> ConnectionTable
     return table
 
 
-async def _until_stopped(app: web.Application, url: str, stop: asyncio.Event, announce: Callable[[str], None]) -> int:
+async def _until_stopped(
+    app: web.Application,
+    url: str,
+    stop: asyncio.Event,
+    announce: Callable[[str], None],
+    progress: StartProgress | None,
+) -> int:
     front, engine = app[FRONT], app[ENGINE_LIFE]
     waits = {"stop": asyncio.create_task(stop.wait()), "ready": asyncio.create_task(front.became_ready.wait())}
     try:
         done, _ = await asyncio.wait({*waits.values(), engine}, return_when=asyncio.FIRST_COMPLETED)
         if waits["ready"] in done:
+            if progress is not None:
+                progress.stop()
             announce(greeting(front, url))
             await asyncio.wait({waits["stop"], engine}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -135,13 +151,14 @@ def url_of(runner: web.AppRunner) -> str:
 
 def greeting(front: Front, url: str) -> str:
     """Where the service is, with one command to try."""
+    key = ' -H "Authorization: Bearer $FORERUN_API_KEY"' if front.tenants.has_keys else ""
     body = '{"messages": [{"role": "user", "content": "Name three primary colours."}], "max_tokens": 64}'
     warning = exposure_warning(front.settings)
     return (
         f"\nforerun serves {front.model.name} at {url}\n({front.model.ready.description})\n\n"
         + (f"Other machines can reach it, and it asks for no keys: {warning}.\n\n" if warning is not None else "")
         + "Try it in a browser, or:\n\n"
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n    -d '{body}'\n"
     )
 
 
@@ -152,6 +169,6 @@ def exposure_warning(settings: Settings) -> str | None:
     if settings.tenants.tenant_header is not None or settings.tenants.operator_header is not None:
         return "headers say who asks: let nobody but the trusted proxy reach the port, or set --api-keys-file"
     return (
-        "whoever reaches the port can generate, and may drain engines, promote experiments and change defaults; "
-        "set --api-keys-file, or listen on 127.0.0.1"
+        "whoever reaches the port may generate, read metrics, the audit and what tenants cache, make and promote "
+        "experiments, change the default profile and drain engines; set --api-keys-file, or listen on 127.0.0.1"
     )

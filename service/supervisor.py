@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol
 
 import structlog
@@ -12,7 +12,7 @@ import structlog
 from service.engine_client import EngineUnavailableError
 from service.engine_link import EngineDiedError
 from service.engine_process import EngineProcess, start_engine
-from speculation.messages import Command, Event, Ready
+from speculation.messages import Command, Event, Loading, Ready
 
 FIRST_PAUSE_SECONDS = 0.1
 STEADY_SECONDS = 60.0
@@ -75,6 +75,8 @@ class Supervisor:
         self._stop_seconds = stop_seconds
         self._cores = cores
         self._has_served = False
+        self.on_loading: Callable[[str], None] | None = None
+        """Told what the engine does while it loads; without it the log is."""
         self._log = structlog.get_logger("forerun.supervisor")
         self.pid: int | None = None
         """The engine's process id while it serves."""
@@ -118,7 +120,7 @@ class Supervisor:
         ) as process:
             events = process.events(self._silence_seconds)
             try:
-                await self._load(process, events.__anext__())
+                await self._load(process, events)
                 async for event in events:
                     if isinstance(event, Ready):
                         raise EngineDiedError("the engine announced itself twice")
@@ -139,11 +141,14 @@ class Supervisor:
             finally:
                 await events.aclose()
 
-    async def _load(self, process: EngineProcess, first_event: Awaitable[Event]) -> None:
+    async def _load(self, process: EngineProcess, events: AsyncIterator[Event]) -> None:
         """Wait until the model is loaded. Raises `EngineStartError` if the front cannot use it."""
         try:
             async with asyncio.timeout(self._load_seconds):
-                ready = await first_event
+                ready = await anext(events)
+                while isinstance(ready, Loading):
+                    self._say(ready.phase)
+                    ready = await anext(events)
         except TimeoutError:
             raise EngineDiedError(f"the engine did not load its model within {self._load_seconds:g} s") from None
         if not isinstance(ready, Ready):
@@ -155,6 +160,12 @@ class Supervisor:
         self._sink.attach(ready, process.send)
         self.pid, self._has_served = process.pid, True
         self._log.info("engine ready", pid=process.pid, engine=ready.description, blocks=ready.num_blocks)
+
+    def _say(self, phase: str) -> None:
+        if self.on_loading is None:
+            self._log.info("engine loading", phase=phase)
+        else:
+            self.on_loading(phase)
 
     def _lose(self, error: EngineUnavailableError) -> None:
         """Tell everybody at once, before the process is certainly gone."""

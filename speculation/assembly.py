@@ -20,6 +20,7 @@ from speculation.engine import Engine
 from speculation.heads import load_heads
 from speculation.messages import Ready
 from speculation.settings import EngineSettings
+from target import start_phases
 from target.arithmetic import arithmetic_of
 from target.config import ModelConfig
 from target.embedded import cached_conversion, embedded_model_dir
@@ -38,14 +39,18 @@ HEARTBEAT_SECONDS = 1.0
 def assemble(settings: EngineSettings) -> tuple[Engine, Ready]:
     """Load everything `settings` name. Raises ValueError, naming the setting, for what does not fit together."""
     cache_dir = Path(settings.cache_dir).expanduser()
+    start_phases.begin("reading the model")
     folder = model_folder(settings.model, cache_dir)
     config = read_config(folder)
     num_blocks = settings.num_blocks or _num_blocks(config, settings)
+    start_phases.begin("loading the weights")
     runner = _load(folder, settings, num_blocks)
     if runner.device.type == "cpu":
+        start_phases.begin("preparing the sampler")
         compile_sampler(cache_dir)
     proposers: dict[str, Proposer] = lookup_proposers(settings.corpus_tokens)
     if settings.draft_model is not None:
+        start_phases.begin("loading the draft model")
         draft_folder = _draft_folder(settings.draft_model, settings.model, cache_dir)
         require_same_tokenizer(folder, draft_folder)
         proposers["draft_model"] = _draft_model(draft_folder, settings, num_blocks, target=config)
@@ -63,6 +68,7 @@ def assemble(settings: EngineSettings) -> tuple[Engine, Ready]:
         max_waiting=settings.max_waiting,
         max_model_len=settings.max_model_len,
     )
+    start_phases.begin("measuring steps")
     costs.calibrate(time_steps(runner, engine.pool, time.monotonic, max_model_len=engine.max_model_len))
     return engine, Ready(
         model_fingerprint=identity,
@@ -89,7 +95,7 @@ def model_folder(model: str, cache_dir: Path, *, setting: str = "model") -> Path
         return embedded_model_dir(cache_dir)
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
-        return cached_conversion(path, structlog.get_logger("engine").info, cache_dir)
+        return cached_conversion(path, start_phases.begin, cache_dir)
     if not path.is_dir():
         raise ValueError(f'{setting} is {model!r}; it must be a Hugging Face folder, a .gguf file or "embedded"')
     return path
@@ -99,7 +105,7 @@ def _sampling_defaults(folder: Path) -> SamplingDefaults:
     """The model's sampling defaults; values that cannot be used are named in one line of the log."""
     defaults, problems = read_sampling_defaults(folder)
     if problems:
-        structlog.get_logger("engine").warning("sampling_defaults_ignored", model_folder=str(folder), reasons=problems)
+        structlog.get_logger("engine").warning("sampling defaults ignored", model_folder=str(folder), reasons=problems)
     return defaults
 
 

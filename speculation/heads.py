@@ -13,6 +13,7 @@ from draft.proposer import Proposer
 from draft.weights import shipped_eagle3
 from speculation.head_check import first_guess_acceptance, misfit_warning
 from speculation.settings import EngineSettings
+from target import start_phases
 from target.load import DTYPES
 from target.runner import Runner
 
@@ -50,8 +51,10 @@ def load_heads(model_dir: Path, settings: EngineSettings, runner: Runner, num_bl
     )
     proposers: dict[str, Proposer] = {}
     for method, folder in folders.items():
+        start_phases.begin(f"loading the {method} head")
         proposer = proposers[method] = _load(method, folder, tables, place)
         if folder != shipped:
+            start_phases.begin(f"trying the {method} head on a few sentences")
             acceptance = first_guess_acceptance(runner, proposer, FIRST_GUESS[method], model_dir)
             warning = misfit_warning(f"{method} {folder}", acceptance)
             if warning is not None:

@@ -32,6 +32,7 @@ __all__ = [
     "DraftModelConfig",
     "Drain",
     "Event",
+    "Loading",
     "NgramConfig",
     "NoSpeculation",
     "Prefer",
@@ -112,6 +113,13 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """How often the engine says at least `Alive`, however long a step takes; 0 promises nothing."""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     """Sampling values that the model's files recommend, for requests that do not set them."""
+
+
+class Loading(msgspec.Struct, frozen=True, kw_only=True, tag="loading"):
+    """The engine loads, which may take minutes; sent before `Ready`, any number of times."""
+
+    phase: str
+    """What it does now, such as "compiling for this processor, once"."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -220,4 +228,4 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
     """The engine's process runs, even if nothing else was to be said for a while."""
 
 
-Event = Ready | StepOutputs | Rejected | Stats | BlocksChanged | Alive
+Event = Loading | Ready | StepOutputs | Rejected | Stats | BlocksChanged | Alive

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from draft.config import AutoConfig, SpeculationConfig
+from speculation.log_format import LogFormat
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 PathText = Annotated[str, Meta(min_length=1)]
@@ -102,6 +103,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     check_invariants: Annotated[
         bool, Meta(description="assert the engine's invariants after every step, not only when idle; for tests")
     ] = False
+    log_format: Annotated[
+        LogFormat,
+        Meta(description='form of log lines; "auto" is "console" where standard error is a terminal, else "json"'),
+    ] = "auto"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least severe line logged")] = (
         "info"
     )

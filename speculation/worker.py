@@ -25,6 +25,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import msgspec
 import structlog
@@ -32,6 +34,7 @@ import structlog
 from speculation.assembly import assemble
 from speculation.engine import Engine
 from speculation.framing import FrameReader, FramingError, encode_frame
+from speculation.log_format import LogFormat, line_processors
 from speculation.messages import (
     Abort,
     Alive,
@@ -39,6 +42,7 @@ from speculation.messages import (
     Command,
     Drain,
     Event,
+    Loading,
     Prefer,
     Ready,
     Rejected,
@@ -48,6 +52,7 @@ from speculation.messages import (
 )
 from speculation.settings import EngineSettings
 from speculation.step_report import StepResult
+from target.start_phases import LOGGER_NAME
 
 PR_SET_PDEATHSIG = 1
 STATS_SECONDS = 0.25
@@ -100,7 +105,7 @@ class Worker:
                 for command in reader.feed(data):
                     self._commands.put(command)
         except (OSError, FramingError) as error:
-            self._log.warning("front_connection_lost", error=str(error))
+            self._log.warning("front connection lost", error=str(error))
         finally:  # whatever ended the thread: an engine that hears nothing must not look alive
             self._commands.put(None)
 
@@ -174,7 +179,7 @@ class Worker:
 
     def _refuse(self, request_id: str, error: FramingError) -> None:
         """End a sequence whose output does not fit in a frame; the others go on."""
-        self._log.error("output_not_sent", request=request_id, error=str(error))
+        self._log.error("output not sent", request=request_id, error=str(error))
         self._commands.put(Abort(request_id))  # for when no step is under way
         message = f"the answer cannot be sent ({error}); ask for fewer logprobs"
         self._send(Rejected(request_id=request_id, code="invalid", message=message, param="logprobs"))
@@ -215,20 +220,45 @@ class StandardLogs(logging.Handler):
             self.handleError(record)
 
 
-def configure_logs(level: str) -> None:
-    """JSON lines on stderr, also from `logging`; its debug lines, thousands for a compilation, are left out."""
+def configure_logs(level: str, log_format: LogFormat) -> None:
+    """Lines on stderr, also from `logging`; its debug lines, thousands for a compilation, are left out."""
     threshold = logging.getLevelNamesMapping()[level.upper()]
     logging.basicConfig(handlers=[StandardLogs()], level=max(threshold, logging.INFO), force=True)
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
+            *line_processors(log_format),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+
+
+class PhaseReports(logging.Handler):
+    """A handler that tells the front what the engine does while it loads."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__()
+        self._connection = connection
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send one phase; a front that is gone is noticed by what follows."""
+        with suppress(OSError):
+            self._connection.sendall(encode_frame(Loading(phase=record.getMessage())))
+
+
+@contextmanager
+def phases_reported(connection: socket.socket) -> Iterator[None]:
+    """Phases of loading go to the front, and not into this process's own log."""
+    logger, handler = logging.getLogger(LOGGER_NAME), PhaseReports(connection)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 class _Refused(Exception):
@@ -250,16 +280,17 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     end_with_parent()
     settings = msgspec.json.decode(arguments.settings, type=EngineSettings)
-    configure_logs(settings.log_level)
+    configure_logs(settings.log_level, settings.log_format)
     log = structlog.get_logger("engine")
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(arguments.socket)
-            engine, ready = _assemble(settings)
+            with phases_reported(connection):
+                engine, ready = _assemble(settings)
             # What is loaded stays: a full collection would walk over all of it in the middle of a step.
             gc.collect()
             gc.freeze()
-            log.info("engine_ready", path=ready.description, blocks=ready.num_blocks, methods=ready.methods)
+            log.info("engine loaded", path=ready.description, blocks=ready.num_blocks, methods=ready.methods)
             connection.sendall(encode_frame(ready))
             Worker(
                 connection,
@@ -268,13 +299,13 @@ def main(argv: list[str] | None = None) -> int:
                 heartbeat_seconds=ready.heartbeat_seconds,
             ).run()
     except BrokenPipeError:
-        log.info("front_gone")
+        log.info("front gone")
     except _Refused as refusal:
-        log.error("engine_refused", error=str(refusal))
-        log.debug("engine_refused", exc_info=refusal)
+        log.error("engine refused", error=str(refusal))
+        log.debug("engine refused", exc_info=refusal)
         return 1
     except Exception as error:
-        log.exception("engine_failed", error=str(error))
+        log.exception("engine failed", error=str(error))
         return 1
     return 0
 

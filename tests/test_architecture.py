@@ -22,6 +22,7 @@ MAY_IMPORT = {
         "service",
         "speculation.messages",
         "speculation.framing",
+        "speculation.log_format",
         "speculation.recording",
         "speculation.settings",
         "cache_store",

@@ -60,7 +60,7 @@ class Evaluator:
                 await self._look_at(experiment)
             except ApiError as error:
                 # Somebody changed what was to be concluded from; the next look sees it as it is then.
-                _log.info("experiment_conclusion_postponed", experiment=experiment.name, reason=str(error))
+                _log.info("experiment conclusion postponed", experiment=experiment.name, reason=str(error))
             except StoreUnavailable as error:
                 if not isinstance(error, StoredValueError):
                     raise
@@ -85,7 +85,7 @@ class Evaluator:
         """Log what keeps an experiment from being evaluated, once for as long as it is the same."""
         if self._failures.get(experiment.salt) != repr(error):
             self._failures[experiment.salt] = repr(error)
-            _log.error("experiment_not_evaluated", experiment=experiment.name, reason=str(error), exc_info=error)
+            _log.error("experiment not evaluated", experiment=experiment.name, reason=str(error), exc_info=error)
 
     async def _trace(self, experiment: Experiment, report: Report) -> None:
         trace = Trace.decode(await self._store.trace(experiment.tally_key))

@@ -82,7 +82,7 @@ class BookKeeper:
         for name, document in unreadable.items():
             if self._reported.get(name) != document:
                 reason = self._book.unreadable[name]
-                _log.error("experiment_document_unreadable", document=name[:200], reason=reason)
+                _log.error("experiment document unreadable", document=name[:200], reason=reason)
         self._reported = unreadable
 
 

@@ -58,4 +58,4 @@ class Ledger:
         """What the store holds under `key` is no tally: what was seen is lost, which is logged once."""
         if key not in self._refused:
             self._refused.add(key)
-            _log.error("experiment_tally_unreadable", key=key, reason=str(error))
+            _log.error("experiment tally unreadable", key=key, reason=str(error))

@@ -301,14 +301,14 @@ class Experiments:
         """Log once that an experiment cannot be served as it is in the store."""
         if name not in self._broken:
             self._broken.add(name)
-            _log.error("experiment_broken", experiment=name, reason=str(error), exc_info=error)
+            _log.error("experiment broken", experiment=name, reason=str(error), exc_info=error)
 
     def _note(self, exchange: str, failure: str = "") -> None:
         """Say once that the store went, and once that it came back."""
         was_away = bool(self._failing)
         (self._failing.add if failure else self._failing.discard)(exchange)
         if bool(self._failing) != was_away:
-            _log.warning("experiment_store_back" if was_away else "experiment_store_away", reason=failure)
+            _log.warning("experiment store back" if was_away else "experiment store away", reason=failure)
 
     def _warnings(self, definition: Definition) -> list[str]:
         served = self.served

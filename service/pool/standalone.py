@@ -36,7 +36,7 @@ async def run_engine(
     settings: Settings, announce: Callable[[str], None], engine_command: Sequence[str] | None = None
 ) -> int:
     """`serve_engine` as a command: until SIGTERM or SIGINT; a second signal ends it at once."""
-    configure_logs(settings.engine.log_level)
+    configure_logs(settings.engine.log_level, settings.engine.log_format)
     asyncio.get_running_loop().set_exception_handler(handle_loop_errors)
     stop = asyncio.Event()
     _handle_signals(stop)

@@ -16,6 +16,7 @@ from target.native.isa import ISAS, native_supported, supported_isas
 from target.native.packed_model import PackedModel, holds_q4, pack_gguf, pack_weights
 from target.native.runner import NativeRunner
 from target.native.step import run
+from target.start_phases import begin
 from target.weights import ModelWeights
 
 QUANTIZATIONS = ("auto", "none", "int8", "q4")
@@ -54,7 +55,7 @@ def load_native_runner(
     max_model_len: int | None = None,
     isa: str = "auto",
     cache_dir: Path | None = None,
-    progress: Callable[[str], None] = logger.info,
+    progress: Callable[[str], None] = begin,
 ) -> NativeRunner:
     """Load a model, from its folder or from weights in memory, for the native step.
 
@@ -76,7 +77,7 @@ def load_native_runner(
     packed = _pack(config, source, quantization)
     with kept_in(cache_dir or default_cache_dir(), run) as compiled_before:
         if not compiled_before:
-            progress("compiling the native step for this processor; this happens once and takes about 20 seconds")
+            progress("compiling the native step for this processor, once; it takes 20 seconds and more")
         return NativeRunner(
             config,
             packed,

@@ -264,7 +264,7 @@ def test_the_log_hides_keys_of_every_logger() -> None:
     code = (
         "import logging, structlog\n"
         "from service.logs import configure_logs\n"
-        "configure_logs('info')\n"
+        "configure_logs('info', 'json')\n"
         f"logging.getLogger('library').error('headers: %r', {{'Authorization': 'Bearer {KEY}'}})\n"
         f"logging.getLogger('aiohttp.websocket').warning('protocols %r', ['forerun.key.{KEY}'])\n"
         f"try: raise ValueError('Bearer {KEY}')\n"

@@ -159,7 +159,7 @@ def test_warnings_of_libraries_are_json_lines() -> None:
     code = (
         "import logging\n"
         "from speculation.worker import configure_logs\n"
-        "configure_logs('info')\n"
+        "configure_logs('info', 'json')\n"
         "log = logging.getLogger('target.native.kept_code')\n"
         "log.debug('not shown')\n"
         "log.warning('the folder %s is %d %% full', '/x', 100)\n"

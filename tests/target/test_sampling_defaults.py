@@ -221,7 +221,7 @@ def test_the_engine_tells_the_front_what_the_model_recommends(tmp_path: Path) ->
         _, ready = assemble(settings)
     arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(ready), type=Ready)
     assert arrived.sampling_defaults == SamplingDefaults(temperature=0.4, source="generation_config.json")
-    lines = [line for line in logs if line["event"] == "sampling_defaults_ignored"]
+    lines = [line for line in logs if line["event"] == "sampling defaults ignored"]
     assert [line["log_level"] for line in lines] == ["warning"]
     assert len(lines[0]["reasons"]) == 2
 

@@ -100,7 +100,7 @@ async def test_a_full_redis_is_one_outage(start_redis: Callable[..., RedisServer
             await look(experiments)
         server.command("CONFIG", "SET", "maxmemory", "0")
         await look(experiments)
-    assert [entry["event"] for entry in logs] == ["experiment_store_away", "experiment_store_back"]
+    assert [entry["event"] for entry in logs] == ["experiment store away", "experiment store back"]
     assert (await experiments.report("lookup")).num_samples == 100
     await experiments._store.close()
 

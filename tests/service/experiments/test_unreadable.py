@@ -134,8 +134,8 @@ async def test_an_unreadable_tally_or_trace_concerns_its_experiment_alone(shared
             experiments._ledger.tally(broken.tally_key).add("c.considered", 1.0)
     assert experiments.book.experiments["lookup"].status == "stopped"
     events = [entry["event"] for entry in logs if entry["log_level"] == "error"]
-    assert events.count("experiment_tally_unreadable") == 1
-    assert events.count("experiment_not_evaluated") == 2
+    assert events.count("experiment tally unreadable") == 1
+    assert events.count("experiment not evaluated") == 2
     for question in (experiments.report("broken"), experiments.trace("lookup")):
         with pytest.raises(ApiError) as caught:
             await question
@@ -158,7 +158,7 @@ async def test_an_experiment_that_cannot_be_served_ends_no_request(monkeypatch: 
     with capture_logs() as logs:
         assert [experiments.assign(facts(number)) for number in range(3)] == [None] * 3
         experiments.observe(assigned, Law(1).outcome(facts(), 0))
-    assert [(entry["event"], entry["experiment"]) for entry in logs] == [("experiment_broken", "lookup")]
+    assert [(entry["event"], entry["experiment"]) for entry in logs] == [("experiment broken", "lookup")]
 
 
 async def test_the_exchange_survives_whatever_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
