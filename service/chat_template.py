@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -85,15 +86,22 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path) -> ChatTemplate | None:
-        """The template of a model folder: chat_template.jinja, else in tokenizer_config.json; None if there is none."""
-        path = folder / "tokenizer_config.json"
-        found: object = msgspec.json.decode(path.read_bytes()) if path.is_file() else None
-        config = found if isinstance(found, dict) else {}
+        """The template of a model folder: chat_template.jinja, else in tokenizer_config.json; None if there is none.
+
+        Raises ValueError naming the file that cannot be read.
+        """
+        config = _read_object(folder / "tokenizer_config.json")
         file = folder / "chat_template.jinja"
-        source = file.read_text() if file.is_file() else _default_template(config.get("chat_template"))
+        try:
+            source = file.read_text("utf-8") if file.is_file() else _default_template(config.get("chat_template"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{file} cannot be read: {error}") from error
         if source is None:
             return None
-        return cls(source, _special_tokens(config))
+        older: dict[str, Any] = {}
+        with suppress(ValueError):
+            older = _read_object(folder / "special_tokens_map.json")
+        return cls(source, _special_tokens(older) | _special_tokens(config))
 
     def render(
         self,
@@ -135,6 +143,18 @@ class ChatTemplate:
             return self.render(messages, add_generation_prompt=False)
         except Exception:  # noqa: BLE001 - a template may raise anything, and is of use without this
             return ""
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is no file, or something else in it.
+
+    Raises ValueError for a file that is not JSON.
+    """
+    try:
+        found: object = msgspec.json.decode(path.read_bytes()) if path.is_file() else None
+    except (OSError, msgspec.DecodeError) as error:
+        raise ValueError(f"{path} is not readable JSON: {error}") from error
+    return found if isinstance(found, dict) else {}
 
 
 def _default_template(templates: object) -> str | None:

@@ -69,8 +69,7 @@ async def request_context(request: web.Request, handler: Handler) -> web.StreamR
     finally:
         seconds = round(time.perf_counter() - request[ARRIVED_AT], 6)
         is_quiet = (
-            request.method == "GET"
-            and request.path.startswith(QUIET)
+            request.path.startswith(QUIET if request.method == "GET" else "/page/")
             and status < HTTPStatus.BAD_REQUEST
             and not front.settings.server.access_log
         )

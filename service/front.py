@@ -34,6 +34,7 @@ from service.pool.popularity import Popularity
 from service.pool.prefixes import Prefixes
 from service.pool.routing import ROUTINGS
 from service.pool.store import open_store
+from service.recent_requests import RecentRequests
 from service.request_log import RequestLog, Transcript
 from service.schema import GenerationRequest, Received
 from service.served_model import ServedModel, default_name
@@ -62,6 +63,7 @@ class Front:
         self.prefixes = Prefixes(self.store.guarded)
         self.popularity = Popularity(self.store)
         self.tenants = Tenants.load(settings.tenants)
+        self.recent = RecentRequests()
         self.cache = CacheStatistics()
         self.client = EnginePool(
             ROUTINGS[settings.pool.routing](),
@@ -280,6 +282,7 @@ class Front:
         closing = answer.closing
         self.cache.note(tenant.name, prompt_tokens=closing.num_prompt_tokens, cached_tokens=closing.num_cached_tokens)
         self.metrics.observe(closing, method)
+        self.recent.note(answer, method, tenant.name)
         if not answer.is_aborted:
             part.finish(closing.metrics.timing)
         timing, guessed = closing.metrics.timing, closing.metrics.speculative_decoding

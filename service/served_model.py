@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,9 @@ from service.tokenizer import Tokenizer
 from speculation.messages import Ready, SamplingDefaults
 
 EMBEDDED_NAME = "smollm2-135m-instruct"
+
+_GGUF_SUFFIX = re.compile(r"(-[0-9]{5}-of-[0-9]{5})?\.gguf$")
+"""End of the name of a GGUF file, which may be a part of a split one."""
 
 ASSUMED_TOKEN_BYTES = 64
 """Bytes of text allowed for each token of the context where the tokenizer sets no bound."""
@@ -109,4 +113,6 @@ def _names(text: str) -> tuple[str, ...]:
 
 def default_name(model: str) -> str:
     """The name of a model whose operator gave it none."""
-    return EMBEDDED_NAME if model == "embedded" else Path(model).name.removesuffix(".gguf")
+    if model == "embedded":
+        return EMBEDDED_NAME
+    return _GGUF_SUFFIX.sub("", Path(model).name)

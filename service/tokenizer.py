@@ -77,8 +77,10 @@ class Tokenizer:
             raise ValueError(f"{folder} has no tokenizer.json; a model folder needs one")
         try:
             return cls(path.read_bytes())
-        except (KeyError, TypeError, msgspec.DecodeError) as error:
+        except (KeyError, TypeError, AttributeError, IndexError, msgspec.DecodeError) as error:
             raise ValueError(f"{path} is not a tokenizer: {error!r}") from error
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     @property
     def strips_leading_space(self) -> bool:
@@ -105,14 +107,14 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a client's text, behind whatever the model wants at the start of a text (`add_special`).
 
-        Control tokens in it are text, unless `parse_special`; then a text that begins with what the model wants there
+        Control tokens in it are text, unless `parse_special`. A text whose tokens begin with what the model wants there
         (its BOS) gets no second one. Raises `TooManyTokensError` if there are more tokens than `most`.
         """
         if parse_special:
             text = self._pattern.sub(lambda found: self._respell(found[0]), text)
         token_ids = self._encode(text, add_special=add_special, most=most)
         size = len(self._prefix)
-        if parse_special and add_special and size and token_ids[size : 2 * size] == self._prefix:
+        if add_special and size and token_ids[size : 2 * size] == self._prefix:
             return token_ids[size:]
         return token_ids
 

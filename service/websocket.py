@@ -26,7 +26,10 @@ from service.request_metrics import Metrics
 from service.responses import Usage
 from service.schema import Received
 from service.socket_messages import Cancel, Incoming, parse_generate
+from service.token_logprobs import LOWEST, spelled
+from service.tokenizer import Tokenizer
 from service.validation import parse_body
+from speculation.messages import SpeculationConfig, TokenLogprob
 
 PING_SECONDS = 30.0
 PROTOCOL = "forerun"
@@ -47,6 +50,16 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     arm: str | UnsetType = UNSET
     ignored_fields: tuple[str, ...] | UnsetType = UNSET
     """Paths of the request's fields that were left out."""
+    speculation: SpeculationConfig
+    """The config that the request runs with."""
+
+
+class Alternative(msgspec.Struct, frozen=True, array_like=True):
+    """A token that could have stood in the place of another."""
+
+    id: int
+    text: str
+    logprob: float
 
 
 class Token(msgspec.Struct, frozen=True):
@@ -57,6 +70,8 @@ class Token(msgspec.Struct, frozen=True):
     source: str
     offset: int
     """Where it begins in the choice's text, in characters (Unicode code points)."""
+    alternatives: list[Alternative] | UnsetType = UNSET
+    """The likeliest in its place, where the request asks for `top_logprobs` or `logprobs` above 0."""
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="tokens"):
@@ -241,6 +256,7 @@ class Conversation:
                 experiment=UNSET if assignment is None else assignment.experiment,
                 arm=UNSET if assignment is None else assignment.arm,
                 ignored_fields=generation.ignored_fields or UNSET,
+                speculation=generation.speculation or self._front.settings.engine.speculation,
             )
         )
         self._running[message_id].begin(answer)
@@ -248,7 +264,7 @@ class Conversation:
         async for deltas in answer.deltas():
             for delta in deltas:
                 if delta.text or delta.token_ids:
-                    await self._send(_tokens(message_id, delta))
+                    await self._send(_tokens(message_id, delta, self._front.model.tokenizer))
                 if delta.finish_reason is not None:
                     finished.append(
                         FinishedChoice(
@@ -289,10 +305,17 @@ class Running:
             self._answer.abort()
 
 
-def _tokens(message_id: str, delta: ChoiceDelta) -> Tokens:
+def _alternatives(row: TokenLogprob | None, tokenizer: Tokenizer) -> list[Alternative] | UnsetType:
+    if row is None or not row.top_token_ids:
+        return UNSET
+    pairs = zip(row.top_token_ids, row.top_logprobs, strict=True)
+    return [Alternative(each, spelled(tokenizer.spelling(each)), max(logprob, LOWEST)) for each, logprob in pairs]
+
+
+def _tokens(message_id: str, delta: ChoiceDelta, tokenizer: Tokenizer) -> Tokens:
     rows = delta.logprobs or [None] * len(delta.token_ids)
     tokens = [
-        Token(token_id, None if row is None else row.logprob, source, offset)
+        Token(token_id, None if row is None else row.logprob, source, offset, _alternatives(row, tokenizer))
         for token_id, row, source, offset in zip(delta.token_ids, rows, delta.sources, delta.offsets, strict=True)
     ]
     return Tokens(id=message_id, index=delta.index, text=delta.text, tokens=tokens)

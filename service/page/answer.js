@@ -1,7 +1,8 @@
-// One answer: who gives it, how fast, and its text.
+// One answer: who gives it, how fast, and its text, as Markdown and token by token.
 
 import { h, fill } from "./dom.js";
-import { count, duration, number, percent, words } from "./format.js";
+import { config, count, duration, number, percent, words } from "./format.js";
+import { MarkdownText } from "./markdown_text.js";
 import { TokenText } from "./token_text.js";
 
 const COUNTERS = {
@@ -10,36 +11,71 @@ const COUNTERS = {
   ttft: "to first token",
   saved: "saved",
 };
+// How an answer can end, in words.
+const STATES = { finished: "finished", limit: "stopped at the token limit", cancelled: "cancelled", failed: "failed" };
 
 export class Answer {
   element;
   tokens;
+  markdown;
+  title;
   state = "waiting";
   seconds = null; // from sending to the end
   finish = null; // the service's last message
+  actions = h("div", { class: "answer-actions" });
   #values = {};
+  #heading;
+  #ran = h("p", { class: "ran" });
   #note = h("p", { class: "answer-note" });
   #sentAt = performance.now();
   #firstAt = null;
   #lastAt = null;
   #frame = 0;
 
-  constructor(inspector, label, title) {
+  // `isMarkdownShown`: whether the view is that of the text, not that of the tokens.
+  constructor(inspector, label, title, isMarkdownShown) {
+    this.title = title;
     this.tokens = new TokenText(inspector, `Answer by ${title}, token by token; arrow keys move`);
+    this.markdown = new MarkdownText(isMarkdownShown);
     const counters = Object.entries(COUNTERS).map(([name, text]) => {
       this.#values[name] = h("dd", { "data-counter": name }, "–");
       return h("div", null, h("dt", null, text), this.#values[name]);
     });
+    this.#heading = h("h2", null, label ? h("span", { class: "side" }, label) : null, title);
     this.element = h("article", { class: "answer", "aria-busy": "true", "aria-label": `Answer by ${title}` },
-      h("header", null,
-        h("h3", null, label ? h("span", { class: "side" }, label) : null, title),
-        h("dl", { class: "counters" }, counters)),
-      this.tokens.element, this.#note);
+      h("header", null, this.#heading, this.#ran), h("dl", { class: "counters" }, counters),
+      h("div", { class: "answer-text" }, this.markdown.element, this.tokens.element), this.#note, this.actions);
+  }
+
+  get text() {
+    return this.tokens.text;
+  }
+
+  get hasEnded() {
+    return this.state === "finished" || this.state === "limit";
+  }
+
+  // What is kept of an answer: what it shows, without its tokens.
+  get record() {
+    const counters = Object.fromEntries(Object.entries(this.#values).map(([name, one]) => [name, one.textContent]));
+    return { title: this.title, text: this.text, state: this.state, ran: this.#ran.textContent, note: this.#note.textContent, counters };
+  }
+
+  restore({ text, state, ran, note, counters }) {
+    this.state = state;
+    this.tokens.text = text;
+    this.markdown.update(text, true);
+    for (const name of Object.keys(COUNTERS)) this.#put(name, counters?.[name] ?? "–");
+    fill(this.#ran, ran ?? "");
+    fill(this.#note, note ?? "");
+    this.element.setAttribute("aria-busy", "false");
+    this.element.dataset.state = state;
   }
 
   // Listens to the socket.
   get listener() {
     return {
+      started: (message) => this.#begin(message),
       tokens: (message) => this.#add(message),
       finished: (message) => this.#end(message),
       failed: (text) => this.#fail(text),
@@ -49,6 +85,13 @@ export class Answer {
   // Calls `then` once when the answer has ended, in whatever way.
   whenEnded(then) {
     this.ended = then;
+  }
+
+  // Which config answers: the service's default and an experiment's arm are not chosen here.
+  #begin({ experiment, arm, speculation }) {
+    const config_ = speculation ? config(speculation) : "";
+    if (experiment) fill(this.#ran, `experiment ${experiment}, arm ${arm}${config_ && `: ${config_}`}`);
+    else fill(this.#ran, config_ === this.title ? "" : config_);
   }
 
   #add(message) {
@@ -70,10 +113,12 @@ export class Answer {
     this.#put("speed", seconds > 0.05 ? number((numTokens - 1) / seconds) : "–");
     this.#put("acceptance", numOwn ? `≥ ${number(numTokens / numOwn, 2)}` : "–");
     this.#put("ttft", duration((this.#firstAt - this.#sentAt) / 1000));
+    this.markdown.update(this.text);
   }
 
   #end(message) {
-    this.state = message.choices.some((choice) => choice.finish_reason === "abort") ? "cancelled" : "finished";
+    const reasons = message.choices.map((choice) => choice.finish_reason);
+    this.state = reasons.includes("abort") ? "cancelled" : reasons.includes("length") ? "limit" : "finished";
     this.finish = message;
     const { timing, speculative_decoding: guessed } = message.metrics;
     // What came all at once has no speed.
@@ -81,13 +126,13 @@ export class Answer {
     this.#put("acceptance", guessed.num_spec_steps ? number(guessed.mean_acceptance_length, 2) : "–");
     this.#put("ttft", timing.tokens ? duration(timing.ttft) : "–");
     this.#put("saved", guessed.num_spec_steps ? duration(guessed.saved_seconds) : "–");
-    fill(this.#note, h("span", { class: `state ${this.state}` }, this.state), ` · ${remarks(message).join(" · ")}`);
+    fill(this.#note, h("span", { class: `state ${this.state}` }, STATES[this.state]), ` · ${remarks(message).join(" · ")}`);
     this.#close();
   }
 
   #fail(text) {
     this.state = "failed";
-    fill(this.#note, h("span", { class: "state failed" }, "failed"), ` · ${text}`);
+    fill(this.#note, h("span", { class: "state failed" }, STATES.failed), ` · ${text}`);
     this.#note.setAttribute("role", "alert");
     this.#close();
   }
@@ -95,6 +140,7 @@ export class Answer {
   #close() {
     this.seconds = (performance.now() - this.#sentAt) / 1000;
     cancelAnimationFrame(this.#frame);
+    this.markdown.update(this.text, true);
     this.element.setAttribute("aria-busy", "false");
     this.element.dataset.state = this.state;
     this.ended?.();
@@ -105,14 +151,13 @@ export class Answer {
   }
 }
 
-function remarks({ choices, usage, metrics, seed }) {
+function remarks({ usage, metrics, seed }) {
   const guessed = metrics.speculative_decoding;
   const said = [`${count(usage.completion_tokens)} tokens`];
-  if (choices[0]?.finish_reason === "length") said.push("cut at the most tokens allowed");
   if (guessed.num_spec_steps) {
     const rate = percent(guessed.draft_acceptance_rate);
     said.push(`${count(guessed.num_spec_steps)} drafts, ${count(guessed.num_accepted_draft_tokens)} of `
-      + `${count(guessed.num_draft_tokens)} guesses right (${rate})`);
+      + `${count(guessed.num_draft_tokens)} draft tokens accepted (${rate})`);
   }
   const skipped = Object.entries(guessed.skipped).filter(([reason]) => reason !== "disabled");
   if (skipped.length) said.push(`no draft: ${skipped.map(([reason, times]) => `${words(reason)} ${count(times)}`).join(", ")}`);
@@ -120,3 +165,16 @@ function remarks({ choices, usage, metrics, seed }) {
   said.push(`seed ${seed}`);
   return said;
 }
+
+// The numbers of two answers to one request, side by side.
+export const COMPARED = [
+  ["Output tokens", ({ usage }) => count(usage.completion_tokens)],
+  ["Total time", (_, answer) => duration(answer.seconds)],
+  ["Time to first token", ({ metrics }) => duration(metrics.timing.ttft)],
+  ["Tokens / s", ({ metrics }) => metrics.timing.tpot > 0.0001 ? number(1 / metrics.timing.tpot) : "–"],
+  ["Mean acceptance length", ({ metrics: { speculative_decoding: one } }) => one.num_spec_steps ? number(one.mean_acceptance_length, 2) : "–"],
+  ["Draft tokens accepted", ({ metrics: { speculative_decoding: one } }) =>
+    one.num_draft_tokens ? `${count(one.num_accepted_draft_tokens)} of ${count(one.num_draft_tokens)}` : "–"],
+  ["Time saved (estimate)", ({ metrics: { speculative_decoding: one } }) => one.num_spec_steps ? duration(one.saved_seconds) : "–"],
+  ["Prompt tokens from cache", ({ metrics }) => count(metrics.timing.cached_tokens ?? 0)],
+];

@@ -15,6 +15,10 @@ export function setKey(key) {
   sessionStorage.setItem(KEY, key);
 }
 
+export function hasKey() {
+  return Boolean(sessionStorage.getItem(KEY));
+}
+
 // Its bytes, one character each, as headers and base64 want them.
 function keyBytes() {
   return String.fromCharCode(...new TextEncoder().encode(sessionStorage.getItem(KEY) ?? ""));

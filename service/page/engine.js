@@ -8,6 +8,7 @@ import { named } from "./token_text.js";
 
 const SECONDS = 1;
 const SLOTS = 120;
+const SHOWN_REQUESTS = 15;
 
 export class EngineScreen {
   #section;
@@ -27,8 +28,8 @@ export class EngineScreen {
   async #look() {
     let view;
     try {
-      const [engine, engines, audit] = await Promise.all(["v1/engine", "v1/engines", "v1/audit"].map((path) => call("GET", path)));
-      view = { ...engine, engines: engines.data, audit };
+      const [engine, engines, audit, cache] = await Promise.all(["v1/engine", "v1/engines", "v1/audit", "v1/cache"].map((path) => call("GET", path)));
+      view = { ...engine, engines: engines.data, audit, tenants: cache.tenants };
     } catch (error) {
       fill(this.#body, h("p", { class: "empty", role: "alert" }, error.message));
       return;
@@ -37,18 +38,21 @@ export class EngineScreen {
     // A new service counts from zero.
     if (last && !(view.stats?.step_seconds_sum >= last.step_seconds_sum)) this.#looks = [];
     this.#looks = [...this.#looks, { at: performance.now() / 1000, view }].slice(-SLOTS - 1);
+    const focusable = () => [...this.#body.querySelectorAll("a, [tabindex]")];
+    const focused = focusable().indexOf(document.activeElement);
     fill(this.#body, view.model ? this.#draw(view) : h("p", { class: "empty" }, "The model is being loaded."));
+    focusable()[focused]?.focus({ preventScroll: true });
   }
 
   #draw(view) {
     const { model, stats } = view;
     const head = h("header", { class: "engine-head" }, h("h2", null, model.name), h("p", null,
       `${model.description} · context ${count(model.context_length)} tokens · ${count(model.num_blocks)} blocks of ${model.block_size}`
-      + (view.engines.length > 1 ? ` · ${view.engines.length} engines like this` : "")));
-    if (!stats) return [head, h("p", { class: "empty" }, "It has had nothing to do yet. Ask something in the playground.")];
+      + (view.engines.length > 1 ? ` · ${view.engines.length} engines like this` : "") + " · ", h("a", { href: "metrics" }, "metrics for Prometheus")));
+    if (!stats) return [head, h("p", { class: "empty" }, "No requests yet. Ask something in the playground.")];
     return [head, h("div", { class: "tiles" }, this.#liveTiles(view), blocksTile(stats), prefixTile(stats), savedTile(stats), auditTile(view.audit)),
       h("div", { class: "tiles wide" }, positionTile(stats), stepTile(view), skippedTile(stats), proposerTile(stats)),
-      view.engines.length > 1 ? engineTable(view.engines) : null];
+      h("div", { class: "tables" }, engineTable(view.engines), tenantTable(view.tenants), requestTable(view.requests))];
   }
 
   #liveTiles({ model, num_live: live, stats }) {
@@ -56,9 +60,9 @@ export class EngineScreen {
     const rates = this.#rates((counters) => counters.output_tokens ?? 0);
     return [
       liveTile("Batch", count(stats.num_running), `of ${count(model.max_running)} sequences`, series((one) => one.num_running), model.max_running > 16 ? 4 : model.max_running),
-      liveTile("Queue", count(stats.num_waiting), `waiting · ${count(live)} live in all`, series((one) => one.num_waiting), 4),
+      liveTile("Queue", count(stats.num_waiting), `waiting · ${count(live)} in total`, series((one) => one.num_waiting), 4),
       liveTile("Output", figure(rates.at(-1)), "tokens / s", rates, 1),
-      liveTile("Step time", duration(this.#recentStep()), "mean of the last seconds", this.#steps(), 0),
+      liveTile("Step time", duration(this.#recentStep()), "latest average", this.#steps(), 0),
     ];
   }
 
@@ -91,7 +95,7 @@ function tile(title, ...content) {
 }
 
 function liveTile(title, value, text, series, high) {
-  return tile(title, h("p", { class: "big" }, value, h("small", null, text)), sparkline(series, { high, slots: SLOTS }));
+  return tile(title, h("p", { class: "big" }, value, h("small", null, text)), series.length > 2 ? sparkline(series, { high, slots: Math.min(SLOTS, Math.max(series.length, 20)) }) : null);
 }
 
 function blocksTile(stats) {
@@ -118,7 +122,7 @@ function prefixTile({ counters }) {
 function savedTile({ counters }) {
   const own = counters.output_tokens ? percent((counters.accepted_tokens ?? 0) / counters.output_tokens) : "–";
   return tile("Time saved", h("p", { class: "big" }, duration((counters.saved_seconds ?? 0) - (counters.lost_seconds ?? 0)), h("small", null, "of decoding")),
-    h("p", { class: "hint" }, `${own} of ${count(counters.output_tokens ?? 0)} tokens were guessed right`));
+    h("p", { class: "hint" }, `${own} of ${count(counters.output_tokens ?? 0)} output tokens are accepted draft tokens`));
 }
 
 // Whether answers are those of plain decoding: some are run again to see.
@@ -126,7 +130,7 @@ function auditTile({ audited, diverged, share, divergences }) {
   const last = divergences.at(-1);
   return tile("Exactness audit", h("p", { class: `big${diverged ? " bad" : ""}` }, count(diverged), h("small", null, `of ${count(audited)} differ`)),
     h("p", { class: "hint" }, last ? `last: ${last.method}, token ${last.position + 1} of ${last.generation}`
-      : share ? `${percent(share)} of guessed answers are run again without guessing` : "switched off"));
+      : share ? `${percent(share)} of answers with speculation are run again without it` : "off"));
 }
 
 function positionTile(stats) {
@@ -145,7 +149,7 @@ function stepTile({ stats, step_seconds_bounds: bounds }) {
   const rows = counts.map((times, index) => [
     index < bounds.length ? `≤ ${duration(bounds[index])}` : `> ${duration(bounds.at(-1))}`, times / most, count(times)]);
   const used = counts.map((times, index) => times ? index : -1).filter((index) => index >= 0);
-  return tile("Step time", h("p", { class: "hint" }, `${count(steps)} steps, mean ${duration(meanStep(null, stats))}`),
+  return tile("Step time distribution", h("p", { class: "hint" }, `${count(steps)} steps, mean ${duration(meanStep(null, stats))}`),
     used.length ? bars("Steps, by how long they took", rows.slice(Math.max(used[0] - 1, 0), used.at(-1) + 2)) : nothing("No step yet."));
 }
 
@@ -168,9 +172,23 @@ function proposerTile({ counters }) {
 }
 
 function engineTable(engines) {
-  return h("section", { class: "tile" }, table("Engines", ["Engine", "Where", "State", "Batch", "Queue", "Blocks in use", "Tokens / s", "Deaths"],
+  return h("section", { class: "tile" }, table("Engines", ["Engine", "Where", "State", "Batch", "Queue", "Blocks in use", "Tokens / s", "Restarts"],
     engines.map((one) => [one.id, one.address, chip(one.state), count(one.running), count(one.waiting), count(one.blocks_in_use),
       figure(one.decode_tokens_per_second), count(one.deaths)])));
+}
+
+function tenantTable(tenants) {
+  if (!tenants.length) return null;
+  return h("section", { class: "tile" }, table("Tenants", ["Tenant", "Requests", "Prompt tokens", "From cache", "Hit rate"],
+    [...tenants].reverse().map((one) => [one.tenant || "(no tenant)", count(one.requests), count(one.prompt_tokens), count(one.cached_tokens), percent(one.hit_rate)])));
+}
+
+function requestTable(requests) {
+  if (!requests.length) return null;
+  return h("section", { class: "tile" }, table("Last requests", ["Ended", "Request", "Tenant", "Speculation", "Prompt", "Cached", "Output", "First token", "Total", "Acceptance length"],
+    requests.slice(0, SHOWN_REQUESTS).map((one) => [new Date(1000 * one.ended_at).toLocaleTimeString(), h("span", { class: "mono" }, one.id.slice(0, 14)), one.tenant || "–",
+      one.experiment ? `${words(one.method)} (${one.experiment}, arm ${one.arm})` : words(one.method), count(one.prompt_tokens), count(one.cached_tokens),
+      `${count(one.completion_tokens)}${one.is_aborted ? ", cancelled" : ""}`, duration(one.ttft), duration(one.end_to_end), number(one.mean_acceptance_length, 2)])));
 }
 
 function nothing(text) {

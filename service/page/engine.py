@@ -8,6 +8,7 @@ from aiohttp import web
 from service.context import FRONT
 from service.errors import ApiError
 from service.front import Front
+from service.recent_requests import RecentRequest
 from service.service_routes import json_response
 from speculation.messages import STEP_SECONDS_BOUNDS, Stats
 
@@ -41,6 +42,8 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     """Of all engines together, over their restarts; None until one has worked."""
     step_seconds_bounds: tuple[float, ...] = STEP_SECONDS_BOUNDS
     """Upper ends of the buckets in `stats`."""
+    requests: list[RecentRequest]
+    """The latest that this front answered, newest first."""
 
 
 async def engine_view(request: web.Request) -> web.Response:
@@ -50,6 +53,7 @@ async def engine_view(request: web.Request) -> web.Response:
         num_live=front.client.num_live,
         model=_model_of(front),
         stats=front.metrics.engine.stats,
+        requests=list(front.recent),
     )
     return json_response(view)
 

@@ -18,6 +18,7 @@ async function load() {
     try {
       const { data: [model] } = await call("GET", "v1/models");
       await choices.load();
+      choices.model = model;
       fill(served, model.id);
       served.title = model.description;
       served.dataset.state = "ready";
@@ -40,7 +41,7 @@ function askForKey() {
       setKey(input.value.trim());
       form.remove();
       resolve();
-    } }, field("API key", input, "This service serves those who have one. It is kept until this tab is closed."), h("button", { class: "primary" }, "Open"));
+    } }, field("API key", input, "This service needs one. It stays in this tab, until the tab is closed."), h("button", { class: "primary" }, "Open"));
     document.getElementById("content").append(form);
     input.focus();
   });

@@ -6,6 +6,7 @@ import { config, words } from "./format.js";
 
 // What the service has, and what a config of each method may hold.
 export class Choices {
+  model = null; // what /v1/models says of it
   profiles = [];
   methods = [];
   fallback = null; // name of the default profile; null is the engine's own config

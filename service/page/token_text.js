@@ -17,8 +17,13 @@ export class TokenText {
     this.element = h("div", { class: "tokens", role: "group", "aria-label": label, onkeydown: (event) => this.#walk(event) });
   }
 
+  // Of an answer that is shown again, only the text is known.
+  set text(text) {
+    this.element.textContent = text;
+  }
+
   get text() {
-    return this.#entries.map((entry) => entry.span.textContent).join("");
+    return this.element.textContent;
   }
 
   // What is new: its text, and tokens with the offsets at which they begin. Offsets count characters, not UTF-16 units.
@@ -124,13 +129,20 @@ function describe(entry) {
     h("p", null, h("span", { class: "swatch", "data-source": token.source }), origin(token)),
     h("p", null, `position ${token.position}`, token.logprob == null ? null :
       ` · logprob ${number(token.logprob, 3)} (${percent(Math.exp(token.logprob), { digits: 1 })})`),
-  ]);
+    alternatives(token),
+  ]).filter(Boolean);
+}
+
+// The likeliest tokens in this place, as far as the request asked for them.
+function alternatives({ id, alternatives: rows }) {
+  return rows?.length ? h("ol", { class: "alternatives" }, rows.map(([other, text, logprob]) =>
+    h("li", { class: other === id ? "chosen" : null }, h("code", null, visible(text)), h("span", null, percent(Math.exp(logprob), { digits: 1 }))))) : null;
 }
 
 function origin(token) {
   if (token.source === "prompt") return "from the prompt";
-  if (!token.depth) return "the target’s own";
-  return `guessed by ${named(token.source)}, place ${token.depth} of its draft`;
+  if (!token.depth) return "from the target model";
+  return `drafted by ${named(token.source)}, place ${token.depth} of its draft`;
 }
 
 function visible(text) {

@@ -85,9 +85,20 @@ class Page:
 
     def set_number(self, label: str, value: str) -> None:
         """Fill in a setting of the playground."""
-        field = self.browser.find_element(By.XPATH, f"//label[.='{label}']/following-sibling::input")
+        field = self.browser.find_element(By.XPATH, f"//label[.='{label}']/following-sibling::*")
         field.clear()
         field.send_keys(value)
+
+    def show_tokens(self, *, on: bool = True) -> None:
+        """Show answers token by token, or as text."""
+        switch = self.one("[role=switch]")
+        if (switch.get_attribute("aria-checked") == "true") != on:
+            switch.click()
+
+    def rendered(self, answer: WebElement) -> WebElement:
+        """The answer as Markdown, once the service has rendered all of it."""
+        found: list[WebElement] = self.until(lambda: answer.find_elements(By.CSS_SELECTOR, ".markdown:not(.plain)"))
+        return found[0]
 
     def ask(self, question: str) -> None:
         self.one("[aria-label=Message]").send_keys(question, Keys.ENTER)
@@ -102,7 +113,9 @@ class Page:
             return [] if busy else found
 
         found: list[WebElement] = self.until(ended)
-        assert {one.get_attribute("data-state") for one in found} <= set(states or ("finished",)), self.text(".turn")
+        assert {one.get_attribute("data-state") for one in found} <= set(states or ("finished", "limit")), self.text(
+            ".turn"
+        )
         return found
 
     def sources(self, answer: WebElement) -> list[str]:

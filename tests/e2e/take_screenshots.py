@@ -69,11 +69,12 @@ def save(page: Page, folder: Path, name: str) -> None:
 def race(page: Page, folder: Path) -> None:
     """Two configs side by side, one token telling of itself."""
     page.open()
+    page.show_tokens()
     page.choose(".settings select", "suffix")
     page.one("#compare").click()
     page.set_number("Seed", "7")
     page.set_number("Temperature", "0")
-    page.set_number("Most tokens", MOST_TOKENS)
+    page.set_number("Max tokens", MOST_TOKENS)
     page.ask(CODE)
     left, _ = page.answers()
     page.until(lambda: page.text(".verdict"))
@@ -82,17 +83,19 @@ def race(page: Page, folder: Path) -> None:
 
 
 def predicted(page: Page, folder: Path) -> None:
-    """One answer that several proposers guessed at, in order."""
+    """One answer that several proposers guessed at, in order, as it is read."""
     page.open()
+    page.show_tokens(on=False)
     page.choose(".settings select", "custom")
     page.choose(".parameters select", "first")
     page.one(".parameters input").send_keys("prediction, suffix")
-    page.find("summary")[-1].click()
+    page.find(".settings summary")[-1].click()
     page.find(".settings textarea")[-1].send_keys(PREDICTED)
     page.set_number("Temperature", "0")
-    page.set_number("Most tokens", MOST_TOKENS)
+    page.set_number("Max tokens", MOST_TOKENS)
     page.ask(CODE)
     page.answers()
+    page.until(lambda: page.find(".markdown pre"))
     ActionChains(page.browser).move_to_element(page.one(".wordmark")).perform()
     save(page, folder, "playground")
 

@@ -97,7 +97,7 @@ def test_an_answer_is_only_text(page: Page) -> None:
     page.open()
     page.set_number("Seed", "0")
     page.set_number("Temperature", "0")
-    page.set_number("Most tokens", "900")
+    page.set_number("Max tokens", "900")
     page.ask(MARKUP)
     (answer,) = page.answers()
     assert MARKUP in text_of(answer)

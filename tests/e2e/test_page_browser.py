@@ -16,7 +16,6 @@ from selenium.webdriver.common.by import By
 
 from service.experiments.manager import Experiments
 from service.experiments.validation import parse_definition
-from tests.browser import open_browser
 from tests.e2e.page import Page, text_of
 from tests.e2e.scripted_service import ScriptedService
 from tests.e2e.server import Server
@@ -27,27 +26,6 @@ MARKUP = "<img src=x onerror=alert(1)><script>document.title='gone'</script>"
 ENDLESS = "Write the numbers from 1 to 500, one number a line, and nothing else."
 """Greedy, the answer goes on for more than 900 tokens."""
 COPY = "Repeat this list exactly: amber, basalt, cedar, delta, ember, fjord, granite, harbor, indigo, juniper."
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
-    running = open_browser(tmp_path_factory.mktemp("browser"))
-    yield running
-    running.quit()
-
-
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedService]:
-    with ScriptedService(tmp_path_factory.mktemp("model")) as running:
-        yield running
-
-
-@pytest.fixture
-def page(browser: Chrome, scripted: ScriptedService) -> Iterator[Page]:
-    """The page of the scripted service; nothing that a test does may make the browser complain."""
-    shown = Page(browser, scripted.url)
-    yield shown
-    assert shown.complaints() == []
 
 
 @pytest.fixture
@@ -70,15 +48,16 @@ def test_an_answer_streams_in_colours(page: Page) -> None:
     question = "Größe 東京 👩‍👩‍👧 🎉 fox"
     page.open()
     page.set_number("Seed", "5")
+    page.show_tokens()
     page.ask(question)
     (answer,) = page.answers()
-    request = {"messages": [{"role": "user", "content": question}], "seed": 5, "temperature": 0.7, "max_tokens": 200}
+    request = {"messages": [{"role": "user", "content": question}], "seed": 5, "max_tokens": 512}
     assert text_of(answer) == answer_of(page.url, request)
     assert set(page.sources(answer)) == {"ngram", "target"}
     guess, own = (answer.find_element(By.CSS_SELECTOR, f"[data-source={source}]") for source in ("ngram", "target"))
     assert guess.value_of_css_property("background-color") != own.value_of_css_property("background-color")
     note = answer.find_element(By.CSS_SELECTOR, ".answer-note").text
-    assert "guesses right (100 %)" in note
+    assert "draft tokens accepted (100 %)" in note
     assert "seed 5" in note
     counters = {one.get_attribute("data-counter"): one.text for one in page.find("[data-counter]")}
     assert counters.keys() == {"speed", "acceptance", "ttft", "saved"}
@@ -86,7 +65,7 @@ def test_an_answer_streams_in_colours(page: Page) -> None:
     assert counters["ttft"].endswith("ms")
     ActionChains(page.browser).move_to_element(guess).perform()
     assert "position 1" in page.text(".tip")
-    assert "guessed by ngram, place 1 of its draft" in page.text(".tip")
+    assert "drafted by ngram, place 1 of its draft" in page.text(".tip")
     assert "logprob −0.500 (60.7 %)" in page.text(".tip")
     ActionChains(page.browser).move_to_element(page.one(".wordmark")).perform()
     assert not page.one(".tip").is_displayed()
@@ -145,11 +124,22 @@ def test_the_engine_at_work_is_shown(page: Page) -> None:
     titles = [one.text for one in page.find(".tile h3")]
     assert titles == [
         *("Batch", "Queue", "Output", "Step time", "KV blocks", "Prefix hit rate", "Time saved", "Exactness audit"),
-        *("Acceptance by position", "Step time", "Steps without a draft", "Proposers"),
+        *("Acceptance by position", "Step time distribution", "Steps without a draft", "Proposers"),
     ]
     assert "free 999" in page.text("[aria-label='KV blocks']")
     assert "50 % of 2" in page.text("[aria-label='Acceptance by position']")
     assert "disabled" in page.text("[aria-label='Steps without a draft']")
+    assert "engine-0" in page.text("[aria-label=Engines] tbody")
+    assert "(no tenant)" in page.text("[aria-label=Tenants] tbody")
+    newest = page.text("[aria-label='Last requests'] tbody tr:first-child")
+    assert "ws-" in newest
+    assert "auto" in newest
+    assert max(one.size["height"] for one in page.find(".tiles:not(.wide) .tile")) < 170, "no tile is mostly empty"
+    page.tab_to("a[href=metrics]")
+    script = "return performance.getEntriesByName(`${location.origin}/v1/engine`).length"
+    looks = page.browser.execute_script(script)
+    page.until(lambda: page.browser.execute_script(script) > looks + 1)
+    assert page.browser.switch_to.active_element.get_attribute("href") == f"{page.url}/metrics"
 
 
 def test_an_experiment_s_life_by_keyboard(page: Page, scripted: ScriptedService) -> None:
@@ -158,7 +148,12 @@ def test_an_experiment_s_life_by_keyboard(page: Page, scripted: ScriptedService)
     page.tab_to("#experiments aside button")
     page.keys(Keys.ENTER)
     page.until(lambda: page.find("dialog[open]"))
-    page.keys("two words", Keys.TAB, MARKUP)
+    assert len([one for one in page.find("dialog .field") if one.is_displayed()]) == 5
+    page.keys("two words")
+    page.tab_to("dialog summary")
+    page.keys(Keys.SPACE)
+    page.tab_to("dialog [name=hypothesis]")
+    page.keys(MARKUP)
     page.tab_to("dialog button.primary")
     page.keys(Keys.ENTER)
     page.until(lambda: "name is 'two words'" in page.text("dialog .problem"))
@@ -172,7 +167,7 @@ def test_an_experiment_s_life_by_keyboard(page: Page, scripted: ScriptedService)
     assert page.find("main img, main script") == []
     assert page.text(".experiment-list").split() == ["first", "running"]
     experiment = scripted.front.experiments.book.experiments["first"]
-    assert [arm.name for arm in experiment.definition.arms] == ["plain", "lookup"]
+    assert [arm.name for arm in experiment.definition.arms] == ["none", "ngram"]
     page.tab_to(".actions button:nth-child(2)")
     page.keys(Keys.ENTER)
     page.tab_to("dialog button.primary")
@@ -307,6 +302,8 @@ def test_the_model_answers_by_keyboard_alone(real: Page) -> None:
     real.tab_to(".pairs .field:first-child input")
     real.press(Keys.CONTROL, "a")
     real.keys("0")
+    real.tab_to("[role=switch]")
+    real.keys(Keys.SPACE)
     real.tab_to("[aria-label=Message]")
     real.keys(COPY, Keys.ENTER)
     left, right = real.answers()
@@ -314,9 +311,9 @@ def test_the_model_answers_by_keyboard_alone(real: Page) -> None:
     assert set(real.sources(left)) > {"target"}
     assert set(real.sources(right)) == {"target"}
     real.until(lambda: real.text(".verdict").startswith("Same text, all"))
-    real.press(Keys.SHIFT, Keys.TAB)
+    real.tab_to(".answer .token")
     real.keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    assert "the target’s own" in real.text(".tip")
+    assert "from the target model" in real.text(".tip")
     assert "position 3" in real.text(".tip")
     real.keys(Keys.ESCAPE)
     assert not real.one(".tip").is_displayed()
@@ -327,7 +324,7 @@ def test_a_long_answer_can_be_stopped(real: Page, server: Server) -> None:
     real.open()
     real.choose(".settings select", "none")
     real.set_number("Temperature", "0")
-    real.set_number("Most tokens", "900")
+    real.set_number("Max tokens", "900")
     real.ask(ENDLESS)
     real.until(lambda: real.find(".token"))
     real.keys(Keys.ESCAPE)

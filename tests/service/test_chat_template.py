@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,29 @@ def test_an_unknown_shape_of_the_configuration_is_no_template(tmp_path: Path, fo
     folder = write_folder(tmp_path, byte_level_tokenizer())
     (folder / "tokenizer_config.json").write_text(json.dumps(found))
     assert ChatTemplate.load(folder) is None
+
+
+def test_the_special_tokens_of_an_older_tokenizer_are_found(tmp_path: Path) -> None:
+    """Tokens that only `special_tokens_map.json` names are given to the template."""
+    folder = write_folder(tmp_path, byte_level_tokenizer(), "{{ bos_token }}{{ eos_token }}{{ unk_token }}")
+    tokens = {"bos_token": "<other>", "unk_token": {"content": "<unk>"}}
+    (folder / "special_tokens_map.json").write_text(json.dumps(tokens))
+    template = ChatTemplate.load(folder)
+    assert template is not None
+    assert template.render(MESSAGES) == "<|im_start|><|im_end|><unk>"
+    (folder / "special_tokens_map.json").write_bytes(b"{")
+    template = ChatTemplate.load(folder)
+    assert template is not None
+    assert template.render(MESSAGES) == "<|im_start|><|im_end|>"
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+    """Bytes that are neither JSON nor text are refused with their file."""
+    folder = write_folder(tmp_path, byte_level_tokenizer())
+    (folder / name).write_bytes(b"{\xff")
+    with pytest.raises(ValueError, match=re.escape(str(folder / name))):
+        ChatTemplate.load(folder)
 
 
 def test_a_template_can_refuse() -> None:

@@ -75,6 +75,21 @@ async def test_every_file_is_served_with_its_type_once(service: Service) -> None
         assert (again.status, again.body) == (304, b"")
 
 
+async def test_files_come_compressed_to_those_who_take_it(service: Service) -> None:
+    """A client that takes gzip gets that, another the file as it is; caches keep the two apart."""
+    for accepted, encoding in (("gzip, deflate, br", "gzip"), ("identity", None)):
+        fetched = await fetch(service, "/page/style.css", **{"Accept-Encoding": accepted})
+        assert (fetched.headers.get("Content-Encoding"), fetched.headers["Vary"]) == (encoding, "Accept-Encoding")
+        assert fetched.body == FILES["style.css"].body
+        assert (int(fetched.headers["Content-Length"]) < len(fetched.body)) == (encoding is not None)
+
+
+def test_modules_are_fetched_at_once() -> None:
+    """Every module is named in the page itself, so that none waits until another one that imports it has come."""
+    preloaded = re.findall(r'rel="modulepreload" href="page/([^"]+)"', TEXTS["index.html"])
+    assert sorted(preloaded) == sorted(SCRIPTS.keys() - {"main.js"})
+
+
 async def test_only_the_page_s_files_are_served(service: Service) -> None:
     """Source code and what lies elsewhere cannot be fetched."""
     for name in ("routes.py", "..%2froutes.py", "%2e%2e/routes.py", "../routes.py", "missing.js", "__init__.py"):
@@ -99,7 +114,7 @@ def test_every_reference_is_to_a_file_of_the_page() -> None:
     named = {"index.html"}
     named |= {path.removeprefix("page/") for path in re.findall(r'(?:src|href)="([^#"]+)"', TEXTS["index.html"])}
     for text in SCRIPTS.values():
-        named |= set(re.findall(r'from "\./([\w.]+)"', text)) | set(re.findall(r'"page/([\w.]+)"', text))
+        named |= set(re.findall(r'from "\./([\w.]+)"', text)) | set(re.findall(r'"page/(\w+\.\w+)"', text))
     assert named == set(FILES)
 
 
@@ -167,6 +182,10 @@ async def test_the_engine_s_numbers_are_those_of_its_stats(service: Service) -> 
     assert view["stats"]["blocks_free"] == 999
     assert view["stats"]["skipped_drafts"] == {"disabled": 1}
     assert view["stats"]["accepted_per_position"] == [2, 1]
+    (request,) = view["requests"]
+    assert (request["completion_tokens"], request["method"], request["is_aborted"]) == (9, "auto", False)
+    assert (request["experiment"], request["tenant"]) == (None, "")
+    assert 0 < request["ttft"] <= request["end_to_end"]
     assert len(view["step_seconds_bounds"]) == len(view["stats"]["step_seconds_buckets"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,25 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="is not a tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["null", "[]", '"x"', '{"model": 3}', "{", "\\xff", '{"added_tokens": [{}]}'])
+def test_a_tokenizer_of_another_shape_is_refused_with_its_file(tmp_path: Path, content: str) -> None:
+    """Whatever tokenizer.json holds, the error is a ValueError that begins with its path."""
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(("field", "value"), [("decoder", "x"), ("decoder", {"type": "WordPiece"}), ("version", "7")])
+def test_a_part_of_a_tokenizer_that_cannot_be_used_is_refused_with_its_file(
+    tmp_path: Path, field: str, value: object
+) -> None:
+    """The path precedes what is wrong with the tokenizer."""
+    tree = json.loads(LIBRARY["byte-level"].to_str()) | {field: value}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    with pytest.raises(ValueError, match="^" + re.escape(str(tmp_path / "tokenizer.json"))):
         Tokenizer.load(tmp_path)
 
 

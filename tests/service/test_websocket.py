@@ -89,6 +89,7 @@ async def test_the_socket_says_what_rest_says(service: Service, path: str, body:
         "model": rest["model"],
         "seed": 3,
         "prompt_tokens": rest["usage"]["prompt_tokens"],
+        "speculation": {"method": "ngram", **messages[0]["speculation"]},
     }
     assert text_of(messages) == (choice["text"] if path == TEXT else choice["message"]["content"])
     tokens = [token for m in messages[1:-1] for token in m["tokens"]]
@@ -104,6 +105,28 @@ async def test_the_socket_says_what_rest_says(service: Service, path: str, body:
     assert finished["seed"] == 3
     assert finished["choices"][0]["finish_reason"] == choice["finish_reason"]
     assert finished["metrics"]["timing"]["tokens"] == len(tokens)
+
+
+async def test_alternatives_of_tokens_come_where_they_are_asked_for(service: Service) -> None:
+    """Each token has the asked number of alternatives with id, text and logprob, in chat and text; else it has none."""
+    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+    async with talk_to(service) as talk:
+        for request, number in (
+            ({**chat, "logprobs": True, "top_logprobs": 2}, 2),
+            ({"prompt": "hello", "max_tokens": 3, "logprobs": 2}, 2),
+            (chat, None),
+        ):
+            await talk.generate("a", request)
+            messages = (await talk.until_ended("a"))["a"]
+            tokens = [token for m in messages if m["type"] == "tokens" for token in m["tokens"]]
+            assert len(tokens) == 3
+            for token in tokens:
+                rows = token.get("alternatives")
+                assert (None if rows is None else len(rows)) == number
+                if rows is not None:
+                    assert rows[0][0] == token["id"]
+                    assert (rows[0][2], rows[1][2]) == (-0.5, -9999.0)
+                    assert all(isinstance(text, str) for _, text, _ in rows)
 
 
 async def test_generations_share_a_socket(service: Service) -> None:

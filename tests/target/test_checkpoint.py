@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from target.checkpoint import truncate_checkpoint
 from target.digests import write_manifest
 from target.errors import CheckpointError
+from target.gguf_file import GGUFModel
 from target.load import load_runner
 from tests.target.conftest import SaveModel
 from tests.target.forwards import in_chunks, tokens
@@ -152,3 +153,24 @@ def test_arguments_that_cannot_be_are_told(argument: str, value: Any, wanted: st
     with pytest.raises(ValueError, match=r"it must be|positions") as caught:
         load_runner(folder, num_blocks=2, **{argument: value})
     assert wanted in str(caught.value)
+
+
+def test_a_git_lfs_pointer_is_told_from_a_damaged_file(save_model: SaveModel) -> None:
+    """A clone without Git LFS has a small text in place of the weights; the error says what fetches them."""
+    folder, _ = save_model("llama")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
+    (folder / "model.safetensors").write_text(pointer)
+    assert "model.safetensors is a Git LFS pointer, not a safetensors file; run `git lfs pull`" in load_error(folder)
+    (folder / "model.gguf").write_text(pointer)
+    with pytest.raises(CheckpointError, match=r"model\.gguf is a Git LFS pointer, not a GGUF file"):
+        GGUFModel(folder / "model.gguf")
+
+
+@pytest.mark.parametrize("place", [3, None, ["model.safetensors"]])
+def test_an_index_that_names_no_file_is_refused(save_model: SaveModel, place: object) -> None:
+    """Where the index maps a tensor to something else than a file's name, it is named."""
+    folder, _ = save_model("llama")
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": place}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model.safetensors.index.json: weight_map is {'model.norm" in load_error(folder)

@@ -93,6 +93,17 @@ def test_the_tokenizer_s_eos_ends_a_sequence(save_model: SaveModel, place: str, 
     assert read_config(folder).eos_token_ids == (2, 7)
 
 
+def test_the_eos_of_an_older_tokenizer_ends_a_sequence(save_model: SaveModel) -> None:
+    """`special_tokens_map.json` counts where `tokenizer_config.json` names no `eos_token`."""
+    folder, _ = save_model("llama", eos_token_id=2)
+    tokens = [{"id": 5, "content": "<|im_start|>"}, {"id": 7, "content": "<|im_end|>"}]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    assert read_config(folder).eos_token_ids == (2, 7)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_start|>"}))
+    assert read_config(folder).eos_token_ids == (2, 5)
+
+
 @pytest.mark.parametrize("content", ["[]", "{", '"x"', '{"eos_token": 3}', '{"eos_token": {"content": null}}'])
 def test_an_unknown_shape_of_the_tokenizer_s_files_names_no_stop_token(save_model: SaveModel, content: str) -> None:
     """Whatever `tokenizer_config.json` holds, the stop tokens of the configs are read."""
@@ -129,6 +140,40 @@ def test_a_stop_token_of_a_wrong_type_is_refused(save_model: SaveModel, name: st
     path.write_text(json.dumps({**fields, "eos_token_id": value}))
     with pytest.raises(CheckpointError, match=rf"{re.escape(name)}: eos_token_id is .*a token id, a list of them"):
         read_config(folder)
+
+
+WRONG = ["x", -1, 1.5, True, ["x"], [None], {"a": 1}, float("nan"), float("inf")]
+
+
+@pytest.mark.parametrize("family", ["llama", "llama3", "qwen2", "mistral"])
+def test_a_field_of_a_wrong_type_is_named(save_model: SaveModel, family: str) -> None:
+    """Whatever a field of config.json holds, it is read, or refused with the file and the field."""
+    folder, _ = save_model(family)
+    path = folder / "config.json"
+    fields = json.loads(path.read_text()) | {"bos_token_id": 1, "head_dim": 16}
+    rope = fields.pop("rope_parameters")
+    fields |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    if family != "llama":
+        fields |= {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0, "layer_types": None}
+    refused: dict[str, str] = {}
+    for name in (*fields, "rope_parameters", *rope):
+        for value in WRONG:
+            wrong = {**fields, "rope_scaling": {**rope, name: value}} if name in rope else {**fields, name: value}
+            path.write_text(json.dumps(wrong))
+            try:
+                read_config(folder)
+            except CheckpointError as error:
+                refused[name] = str(error)
+    assert all(message.startswith(str(path)) for message in refused.values())
+    assert refused.keys() >= {
+        "architectures",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "rope_theta",
+        "rope_scaling",
+    }
+    assert refused.keys() >= {"hidden_size", "vocab_size", "bos_token_id", "eos_token_id", "rope_parameters"}
 
 
 def test_a_negative_stop_token_is_none(save_model: SaveModel) -> None:

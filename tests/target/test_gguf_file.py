@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFWriter
+from gguf import GGUFValueType, GGUFWriter
 from safetensors.torch import load_file
 
 from target.errors import CheckpointError
@@ -18,6 +18,9 @@ from target.hf_config import read_config
 from target.load import load_runner
 from tests.target.conftest import make_model
 from tests.target.forwards import in_chunks, tokens
+
+Fields = dict[str, tuple[Any, GGUFValueType] | None]
+"""Keys of a GGUF file with their values and types; None for a key that is left out."""
 
 GGUF_NAMES = {hugging_face: name for name, hugging_face in OUTER_NAMES.items()}
 GGUF_LAYER_NAMES = {hugging_face: name for name, hugging_face in LAYER_NAMES.items()}
@@ -36,20 +39,38 @@ def in_pairs(weight: Any, heads: int) -> Any:
     return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path: Path, model: Any, architecture: str, **extra: Any) -> None:
-    """Write a model as llama.cpp's converter does."""
+def write_gguf(
+    path: Path,
+    model: Any,
+    architecture: str,
+    *,
+    fields: Fields | None = None,
+    split_max_tensors: int = 0,
+    **extra: Any,
+) -> None:
+    """Write a model as llama.cpp's converter does.
+
+    `fields`: further keys, or other values for those written here; None leaves a key out. `extra`: further tensors.
+    """
     config = model.config
-    writer = GGUFWriter(path, architecture)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_eos_token_id(2)
+    writer = GGUFWriter(path, architecture, split_max_tensors=split_max_tensors)
+    values: Fields = {
+        f"{architecture}.block_count": (config.num_hidden_layers, GGUFValueType.UINT32),
+        f"{architecture}.context_length": (config.max_position_embeddings, GGUFValueType.UINT32),
+        f"{architecture}.embedding_length": (config.hidden_size, GGUFValueType.UINT32),
+        f"{architecture}.feed_forward_length": (config.intermediate_size, GGUFValueType.UINT32),
+        f"{architecture}.attention.head_count": (config.num_attention_heads, GGUFValueType.UINT32),
+        f"{architecture}.attention.head_count_kv": (config.num_key_value_heads, GGUFValueType.UINT32),
+        f"{architecture}.attention.key_length": (config.head_dim, GGUFValueType.UINT32),
+        f"{architecture}.attention.layer_norm_rms_epsilon": (config.rms_norm_eps, GGUFValueType.FLOAT32),
+        f"{architecture}.rope.freq_base": (config.rope_parameters["rope_theta"], GGUFValueType.FLOAT32),
+        "tokenizer.ggml.eos_token_id": (2, GGUFValueType.UINT32),
+    }
+    for key, found in (values | (fields or {})).items():
+        if found is not None:
+            value, kind = found
+            element = GGUFValueType.get_type(value[0]) if kind == GGUFValueType.ARRAY else None
+            writer.add_key_value(key, value, kind, element)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
