@@ -21,6 +21,8 @@ ENV PATH=/opt/forerun/bin:$PATH
 COPY requirements/serve.txt requirements/extras.txt requirements/
 RUN pip install --extra-index-url "https://download.pytorch.org/whl/${TORCH}" -r requirements/serve.txt
 COPY pyproject.toml README.md LICENSE ./
+# What the service shows at /docs: links in service/documents lead here.
+COPY docs/api.md docs/clients.md docs/experiments.md docs/operations.md docs/
 COPY cache_store cache_store
 COPY draft draft
 COPY service service

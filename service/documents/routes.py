@@ -16,7 +16,7 @@ from service.page.routes import SECURITY_HEADERS
 if TYPE_CHECKING:
     from markdown_it.token import Token
 
-NAMES = ("api", "experiments", "operations")
+NAMES = ("api", "clients", "experiments", "operations")
 """Files of this folder, without their ending."""
 _LINK = re.compile(r"([a-z]+)\.md(#.*)?")
 _PAGE = """<!doctype html>

@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.server_process import serving
+from benchmarks.server_process import ServerFailedError, serving
 from target.embedded import embedded_model_dir
 from tests.clients.checks import Check, has_benchmarked, has_evaluated, has_printed, has_profiled
 from tests.clients.examples import Example, examples
@@ -163,7 +163,7 @@ async def run_all(clients: Sequence[Client], environments: Path, url: str | None
     """Run clients one after another and print a line for each; returns how many failed."""
     async with AsyncExitStack() as stack:
         if url is None:
-            command = [sys.executable, "-m", "service", "serve", "--port"]
+            command = [sys.executable, "-m", "service", "--port"]
             server = await stack.enter_async_context(serving(lambda port: [*command, str(port)], "/health/ready"))
             url = server.url
         site = Site(url, embedded_model_dir(), environments)
@@ -193,7 +193,10 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown client {unknown[0]!r}: known are {', '.join(by_name)}")
     clients = [by_name[name] for name in asked.clients] or list(CLIENTS)
-    num_failed = asyncio.run(run_all(clients, asked.environments, asked.url))
+    try:
+        num_failed = asyncio.run(run_all(clients, asked.environments, asked.url))
+    except ServerFailedError as error:
+        sys.exit(f"the service did not start: {error}")
     if num_failed:
         sys.exit(f"{num_failed} of {len(clients)} clients failed")
 

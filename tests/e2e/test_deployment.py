@@ -32,6 +32,16 @@ def test_what_the_image_copies_is_there() -> None:
     assert {room for room in rooms if "*" not in room} <= set(sources)
 
 
+def test_links_in_what_the_image_copies_lead_to_what_it_copies() -> None:
+    """A file of a package that is a link to another folder has its target in the image too."""
+    copied = [ROOT / word for words in instructions("COPY") if words[0] != "--from=build" for word in words[:-1]]
+    links = [path for folder in copied if folder.is_dir() for path in folder.rglob("*") if path.is_symlink()]
+    assert links
+    for link in links:
+        target = link.resolve(strict=True)
+        assert any(target == source or source in target.parents for source in copied), link
+
+
 def test_the_image_runs_without_privileges() -> None:
     """It is built in two stages, the last of which has a user of its own and starts the project's command."""
     last = DOCKERFILE.split("\nFROM ")[-1]
