@@ -27,6 +27,7 @@ export class Playground {
   #inspector = new Inspector();
   #turns = [];
   #id = crypto.randomUUID?.() ?? String(Math.random()); // of the conversation
+  #wasShown = false;
   #editing = null; // the turn that the next message replaces
   #cancels = [];
   #salt = crypto.getRandomValues(new Uint32Array(4)).join("-");
@@ -87,8 +88,9 @@ export class Playground {
     this.#greet();
   }
 
-  // Profiles come and go: from experiments, from other fronts.
+  // Profiles come and go: from experiments, from other fronts. The first time they have just been loaded.
   shown() {
+    if (!this.#wasShown) return void (this.#wasShown = true);
     this.#choices.load().then(() => this.#refresh(), () => {});
   }
 

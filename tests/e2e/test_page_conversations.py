@@ -59,7 +59,7 @@ def say(page: Page, question: str, *states: str) -> WebElement:
     """Ask, and wait for the answer."""
     number = len(page.find(".turn"))
     page.one("[aria-label=Message]").send_keys(question.replace("\n", Keys.SHIFT + Keys.ENTER + Keys.NULL), Keys.ENTER)
-    page.until(lambda: len(page.find(".turn")) == number + 1)
+    page.until(partial(shows_turns, page, number + 1))
     (answer,) = page.answers(*states)
     return answer
 
@@ -77,6 +77,10 @@ def clipboard(page: Page) -> str:
 
 def questions(page: Page) -> list[str]:
     return [one.text for one in page.find(".question")]
+
+
+def shows_turns(page: Page, number: int) -> bool:
+    return len(page.find(".turn")) == number
 
 
 def in_view(page: Page, selector: str) -> bool:
@@ -295,18 +299,17 @@ def test_compared_answers_stand_in_line(page: Page) -> None:
     assert rows["Mean acceptance length"] == ["3.00", "–"]
 
 
-def has_turns(page: Page, count: int) -> bool:
-    """Whether the conversation has this many turns."""
-    return len(page.find(".turn")) == count
+def has_code(answer: WebElement) -> bool:
+    return bool(answer.find_elements(By.CSS_SELECTOR, ".markdown pre"))
 
 
 def test_wide_code_scrolls_by_itself(page: Page) -> None:
     """A long line of code makes its block scroll, neither the conversation nor the page, alone and side by side."""
-    for turn in range(2):
+    for number in (1, 2):
         page.ask(Keys.SHIFT + Keys.ENTER * 2 + "```python" + Keys.ENTER + "x" * 300 + Keys.ENTER + "```" + Keys.NULL)
-        page.until(partial(has_turns, page, turn + 1))
+        page.until(partial(shows_turns, page, number))
         for answer in page.answers():
-            page.until(partial(answer.find_elements, By.CSS_SELECTOR, ".markdown pre"))
+            page.until(partial(has_code, answer))
         script = "const one = document.querySelector(arguments[0]); return one.scrollWidth > one.clientWidth"
         assert page.browser.execute_script(script, ".turn:last-of-type pre")
         assert not page.browser.execute_script(script, ".log")
