@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
+from importlib import metadata
 from typing import NoReturn
 
 from service.settings import SettingsError, load_settings
@@ -15,14 +16,17 @@ USAGE = """usage: forerun COMMAND [flags]
 
 commands:
   serve       serve a model over REST and WebSocket; `forerun serve --help` explains every setting
-  engine      run one engine alone, on a machine of its own; fronts find it in the store
+  engine      run one engine alone, without a front: it generates, and fronts find it in the store
   fetch       fetch and convert the embedded model, so that the first start is quick
   train       train a head or Medusa heads for a target on its own answers
   eval        how often a head's or draft model's guesses are accepted, by position
   simulate    replay recorded token sequences through lookup proposers, without a model
-  chat        talk to a running service; tokens in the colour of what guessed them
+  chat        chat with a running service; each token has the colour of the proposer that guessed it
   experiment  create, list, watch, stop and promote A/B experiments of a running service
   report      write an experiment's report as one HTML file
+
+`forerun COMMAND --help` explains a command's flags, `forerun --version` prints the version. In bash and zsh,
+eval "$(register-python-argcomplete forerun)" makes the shell complete commands, flags and values.
 """
 
 APART = {
@@ -36,6 +40,8 @@ APART = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit status."""
+    if "_ARGCOMPLETE" in os.environ:
+        complete()
     command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     match command:
         case "serve":
@@ -51,8 +57,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         case "--help" | "-h":
             print(USAGE)
             return 0
+        case "--version" | "-V":
+            print(f"forerun {metadata.version('forerun')}")
+            return 0
     print(f"forerun: {command!r} is not a command\n\n{USAGE}", file=sys.stderr)
     return 2
+
+
+def complete() -> None:
+    """Answer the shell's question how a command line may go on, and exit."""
+    import argparse
+
+    import argcomplete
+
+    from service.chat_command import chat_parser
+    from service.experiments.commands import experiment_parser, report_parser
+    from service.settings import settings_parser
+
+    top = argparse.ArgumentParser(prog="forerun")
+    top.add_argument("--version", action="store_true")
+    commands = top.add_subparsers()
+    parsers = (settings_parser("forerun serve"), settings_parser("forerun engine"), chat_parser())
+    for parser in (*parsers, experiment_parser(), report_parser()):
+        commands.add_parser(parser.prog.removeprefix("forerun "), parents=[parser], add_help=False)
+    for name in APART:
+        commands.add_parser(name)
+    argcomplete.autocomplete(top)
 
 
 def serve(arguments: Sequence[str]) -> int:

@@ -13,13 +13,21 @@ class ApiKeyError(Exception):
     """A key that cannot be read or sent. The message names where it came from, and never the key."""
 
 
-def add_key_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that `key_of` reads."""
+def add_key_flags(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """The flags that `key_of` reads, with `default` where they are not given."""
     flags = parser.add_mutually_exclusive_group()
     flags.add_argument(
-        "--api-key", metavar="KEY", help=f"key, where the service wants one (default: the variable {API_KEY_VARIABLE})"
+        "--api-key",
+        metavar="KEY",
+        default=default,
+        help=f"API key, where the service asks for one (default: the variable {API_KEY_VARIABLE})",
     )
-    flags.add_argument("--api-key-file", metavar="FILE", help="file that holds the key, where no process list shows it")
+    flags.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        default=default,
+        help="file that holds the API key, which then stands in no process list",
+    )
 
 
 def key_of(chosen: argparse.Namespace, environment: Mapping[str, str]) -> str | None:

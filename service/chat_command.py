@@ -16,7 +16,8 @@ from typing import IO, Any
 import aiohttp
 import msgspec
 
-from service.api_key import API_KEY_VARIABLE, ApiKeyError, add_key_flags, authorization, key_of
+from service.api_key import API_KEY_VARIABLE, ApiKeyError, authorization, key_of
+from service.service_url import add_service_flags, service_url
 
 SOURCE_COLOURS: Mapping[str, tuple[str, str]] = {
     "ngram": ("#2563c9", "#7fb0ff"),
@@ -28,7 +29,8 @@ SOURCE_COLOURS: Mapping[str, tuple[str, str]] = {
 }
 """On light and on dark ground. Tokens of the target itself have the terminal's own colour."""
 
-HELP = """/use NAME    speculation: a profile, a method, or a config as JSON; /use alone leaves it to the service
+HELP = """/help        show this
+/use NAME    speculation: a profile, a method, or a config as JSON; /use alone leaves it to the service
 /new         forget the conversation
 /quit        leave, as Ctrl-D does; Ctrl-C ends an answer"""
 
@@ -125,7 +127,7 @@ class Chat:
         """`options` are fields of the request. Colours and texts go to `out`. `key`: for a service that wants one."""
         self.speculation: object = None
         """Of the next request; None leaves it to the service."""
-        self._url = f"{url.rstrip('/')}/v1/stream"
+        self._url = f"{url}/v1/stream"
         self._options = options
         self._headers = authorization(key)
         self._first = [] if system is None else [{"role": "system", "content": system}]
@@ -151,9 +153,10 @@ class Chat:
                 await socket.send_json({"type": "generate", "id": "chat", "request": request})
                 finished = await self._read(socket, answer)
         except aiohttp.WSServerHandshakeError as error:
-            wants = f"; it wants an API key that it knows: --api-key, or {API_KEY_VARIABLE}"
-            hint = wants if error.status == 401 else ""
-            raise ChatError(f"{self._url} answers {error.status}{hint}") from error
+            if error.status == 401:
+                remedy = f"give one with --api-key, --api-key-file or {API_KEY_VARIABLE}"
+                raise ChatError(f"{self._url} answers 401: API key missing or wrong; {remedy}") from error
+            raise ChatError(f"{self._url} answers {error.status}") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ChatError(f"no answer from {self._url}: {error}") from error
         self._messages = [*messages, {"role": "assistant", "content": answer.text}]
@@ -216,13 +219,14 @@ def chat_command(
     `read` gives the next line of a person (None at the end), or, where that is not interactive, all there is to ask.
     Answers go to `out`; what is said about them, to `errors`.
     """
-    chosen = _parse(arguments)
+    chosen = chat_parser().parse_args(arguments)
     names = ("temperature", "top_p", "max_tokens", "seed", "cache_salt")
     options = {name: value for name in names if (value := getattr(chosen, name)) is not None}
     notes = Notes(errors, Palette.of(errors, environment))
     try:
         key = key_of(chosen, environment)
-        chat = Chat(chosen.url, options, out, Palette.of(out, environment), system=chosen.system, key=key)
+        url, palette = service_url(chosen.url, environment), Palette.of(out, environment)
+        chat = Chat(url, options, out, palette, system=chosen.system, key=key)
         chat.speculation = parse_speculation(chosen.speculation)
     except (ChatError, ApiKeyError) as error:
         notes.error(error)
@@ -294,8 +298,10 @@ def _obey(chat: Chat, line: str, notes: Notes) -> bool:
                 chat.speculation = parse_speculation(rest.strip())
             except ChatError as error:
                 notes.error(error)
-        case _:
+        case "/help":
             notes.say(HELP)
+        case _:
+            notes.error(ChatError(f"{command} is not a command; known are\n{HELP}"))
     return True
 
 
@@ -316,23 +322,25 @@ def _on_interrupt(start: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[No
         loop.remove_signal_handler(signal.SIGINT)
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def chat_parser() -> argparse.ArgumentParser:
+    """The command line of `forerun chat`."""
     parser = argparse.ArgumentParser(
         prog="forerun chat",
         description="Chat with a running service. Each token has the colour of the proposer that guessed it.",
         epilog="A question given as words or on a pipe is answered once; answers go to stdout, the rest to stderr.",
     )
-    parser.add_argument("prompt", nargs="*", metavar="QUESTION")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="address of the service")
-    add_key_flags(parser)
-    parser.add_argument("--speculation", help="a profile, a method, or a config as JSON")
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--max-tokens", type=int)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--system", help="system message")
-    parser.add_argument("--cache-salt", help="share cached prompts only with requests of the same salt")
-    return parser.parse_args(arguments)
+    parser.add_argument("prompt", nargs="*", metavar="QUESTION", help="question; without one they are read one by one")
+    add_service_flags(parser)
+    parser.add_argument(
+        "--speculation", help="a profile, a method, or a config as JSON (default: what the service is set to)"
+    )
+    parser.add_argument("--temperature", type=float, help="from 0 (greedy) to 2 (default: the model's)")
+    parser.add_argument("--top-p", type=float, help="from 0 to 1 (default: the model's)")
+    parser.add_argument("--max-tokens", type=int, help="maximum tokens of an answer (default: what the context holds)")
+    parser.add_argument("--seed", type=int, help="seed of each answer (default: random)")
+    parser.add_argument("--system", help="system message (default: unset)")
+    parser.add_argument("--cache-salt", help="share cached prompts only with requests of this salt (default: unset)")
+    return parser
 
 
 def main(arguments: Sequence[str]) -> int:

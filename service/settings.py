@@ -6,7 +6,9 @@ import argparse
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import UnionType
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -19,8 +21,9 @@ from service.foreign_fields import UnknownFields
 from service.pool.settings import ListenerSettings, PoolSettings, TenantSettings
 from service.request_log import RecordingSettings
 from service.schema import MinP, RepetitionPenalty, Temperature, TopK, TopP
+from service.service_url import URL_VARIABLE
 from service.validation import explain
-from speculation.messages import MAX_LOGPROBS, SamplingDefaults, SpeculationConfig
+from speculation.messages import MAX_LOGPROBS, AutoConfig, SamplingDefaults, SpeculationConfig, method_of
 from speculation.settings import EngineSettings, PositiveInt
 
 PREFIX = "FORERUN_"
@@ -191,6 +194,8 @@ class Option(msgspec.Struct, frozen=True):
     default: object
     description: str
     may_be_none: bool
+    choices: tuple[str, ...] = ()
+    """Allowed values, where they can be listed."""
 
     @property
     def flag(self) -> str:
@@ -199,6 +204,20 @@ class Option(msgspec.Struct, frozen=True):
     @property
     def variable(self) -> str:
         return f"{PREFIX}{self.name.upper()}"
+
+    @property
+    def metavar(self) -> str:
+        """What stands for the value in the help: the allowed values, or a word."""
+        return f"{{{','.join(self.choices)}}}" if self.choices else self.name.rsplit("_", 1)[-1].upper()
+
+    @property
+    def shown_default(self) -> str:
+        """The default as it would be written in a flag."""
+        if self.default in (None, ()):
+            return "unset"
+        if isinstance(self.default, AutoConfig):
+            return method_of(self.default)
+        return self.default if isinstance(self.default, str) else msgspec.json.encode(self.default).decode()
 
     def parse(self, text: str, source: str) -> object:
         """The value that `text` stands for. Raises `SettingsError` that names `source`."""
@@ -227,7 +246,17 @@ def options() -> Iterator[Option]:
                 hint = hints[field.name]
                 described = [meta.description for meta in hint.__metadata__ if meta.description]
                 may_be_none = type(None) in typing.get_args(hint.__origin__)
-                yield Option(section.name, field.name, field.default, described[0], may_be_none)
+                choices = tuple(map(str, _literal_values(hint.__origin__)))
+                yield Option(section.name, field.name, field.default, described[0], may_be_none, choices)
+
+
+def _literal_values(hint: object) -> tuple[object, ...]:
+    """The values of a `Literal`, or of one within a union; none for other types."""
+    if typing.get_origin(hint) is Literal:
+        return typing.get_args(hint)
+    members = typing.get_args(hint) if typing.get_origin(hint) in {typing.Union, UnionType} else ()
+    listed = [_literal_values(member) for member in members if member is not type(None)]
+    return listed[0] if len(listed) == 1 else ()
 
 
 def load_settings(
@@ -239,8 +268,8 @@ def load_settings(
     config = flags.pop("config", None) or environment.get(f"{PREFIX}CONFIG")
     tree = _read_file(Path(config)) if config else {}
     for variable, text in environment.items():
-        # The key is for the commands that ask a service; whoever has it in his shell may start one there, too.
-        if not variable.startswith(PREFIX) or variable in {f"{PREFIX}CONFIG", API_KEY_VARIABLE}:
+        # Key and address are for the commands that ask a service; a shell that has them may start one, too.
+        if not variable.startswith(PREFIX) or variable in {f"{PREFIX}CONFIG", API_KEY_VARIABLE, URL_VARIABLE}:
             continue
         option = known.get(variable.removeprefix(PREFIX).lower())
         if option is None:
@@ -314,27 +343,61 @@ def _speculation(text: str, source: str) -> object:
         raise SettingsError(f"{source} is {text!r}, which is not valid JSON: {error}") from error
 
 
-def _parse_flags(arguments: Sequence[str], known: Sequence[Option], program: str) -> dict[str, str]:
+def _completions(choices: Sequence[str], **_: object) -> Sequence[str]:
+    return choices
+
+
+ENGINE_PROGRAM = "forerun engine"
+DESCRIPTIONS = {
+    "forerun serve": "Serve a model over REST and WebSocket: this process answers clients, and starts the engines.",
+    ENGINE_PROGRAM: "Run one engine alone: it loads the model and generates tokens, and answers no client. Fronts "
+    "(`forerun serve` with the same --store) find it there, connect to --listen and send it their requests.",
+}
+ENGINE_SECTIONS = {"engine", "pool", "listener"}
+ENGINE_SERVER_SETTINGS = {"load_seconds", "restart_seconds", "shutdown_seconds"}
+"""Settings of [server] that hold for an engine alone, too."""
+FRONT_POOL_SETTINGS = {
+    "engines", "routing", "failover_seconds", "failover_attempts", "ray", "ray_strategy", "ray_keep",
+}  # fmt: skip
+"""Settings of [pool] that hold for a front alone."""
+
+
+def _concerns(option: Option, program: str) -> bool:
+    """Whether a setting changes anything for a program. The others are accepted, and not in its help."""
+    if program == ENGINE_PROGRAM:
+        is_own = option.section in ENGINE_SECTIONS and option.name not in FRONT_POOL_SETTINGS
+        return is_own or option.name in ENGINE_SERVER_SETTINGS
+    return option.section != "listener"
+
+
+def settings_parser(program: str) -> argparse.ArgumentParser:
+    """The command line of `forerun serve` and of `forerun engine`: a flag for each setting."""
     parser = argparse.ArgumentParser(
         prog=program,
-        description="Serve a model over REST and WebSocket.",
+        description=DESCRIPTIONS.get(program),
         epilog=f"Each flag is also a variable, {PREFIX}PORT for --port, and a line of the settings file. "
-        f'"{NONE}" turns off whatever need not be there: --eagle3 {NONE}.',
+        f'"{NONE}" unsets a setting that may be unset: --eagle3 {NONE}.',
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
+    known = list(options())
     parser.add_argument("--config", metavar="FILE", help="settings file (TOML), with the sections below as tables")
     groups = {option.section: parser.add_argument_group(f"[{option.section}]") for option in known}
     for option in known:
-        shown = option.default if isinstance(option.default, str) else msgspec.json.encode(option.default).decode()
-        shown = NONE if option.default in (None, ()) else shown
-        text = f"{option.description} (default: {shown})".replace("%", "%%")
+        text = f"{option.description} (default: {option.shown_default})".replace("%", "%%")
+        text = text if _concerns(option, program) else argparse.SUPPRESS
         add = groups[option.section].add_argument
         if isinstance(option.default, bool):
             add(option.flag, help=text, action="store_const", const="true")
         else:
-            add(option.flag, help=text, metavar=option.name.rsplit("_", 1)[-1].upper())
-    found, rest = parser.parse_known_args(list(arguments))
+            action = add(option.flag, help=text, metavar=option.metavar)
+            # Read by argcomplete; argparse's own `choices` would refuse a wrong value in words of its own.
+            action.completer = partial(_completions, option.choices)  # type: ignore[attr-defined]
+    return parser
+
+
+def _parse_flags(arguments: Sequence[str], known: Sequence[Option], program: str) -> dict[str, str]:
+    found, rest = settings_parser(program).parse_known_args(list(arguments))
     for word in rest:
         name = word.partition("=")[0]
         raise SettingsError(f"{name} is not a flag; {did_you_mean(name, [option.flag for option in known])}")

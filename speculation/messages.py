@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from draft.config import (
+    AutoConfig,
     DraftModelConfig,
     NgramConfig,
     NoSpeculation,
@@ -27,6 +28,7 @@ __all__ = [
     "RANGES",
     "Abort",
     "Alive",
+    "AutoConfig",
     "BlocksChanged",
     "Command",
     "DraftModelConfig",

@@ -14,13 +14,13 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from service.api_key import API_KEY_VARIABLE, ApiKeyError, add_key_flags, authorization, key_of
+from service.api_key import API_KEY_VARIABLE, ApiKeyError, authorization, key_of
 from service.experiments.html_report import interval, render
 from service.experiments.report import Report
 from service.experiments.trace import Trace
+from service.service_url import add_service_flags, service_url
 
 Print = Callable[[str], None]
-DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT = aiohttp.ClientTimeout(total=30.0)
 
 
@@ -33,7 +33,7 @@ class Service:
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
-        self._url = url.rstrip("/")
+        self._url = url
 
     async def call(self, method: str, path: str, body: bytes | None = None) -> bytes:
         """The body of an answer. Raises `CommandError` with the service's own words."""
@@ -68,41 +68,55 @@ class _List(msgspec.Struct):
 
 
 def experiment_command(arguments: Sequence[str], out: Print, environment: Mapping[str, str] = os.environ) -> int:
-    """`forerun experiment create|list|watch|report|stop|promote`; the exit status."""
-    parser = argparse.ArgumentParser(prog="forerun experiment", description="A/B experiments on live traffic.")
-    parser.add_argument("--url", default=DEFAULT_URL, help="address of the service")
-    add_key_flags(parser)
+    """`forerun experiment create|list|watch|report|start|stop|promote`; the exit status."""
+    return _run(experiment_parser().parse_args(arguments), environment, out, _experiment)
+
+
+def experiment_parser() -> argparse.ArgumentParser:
+    """The command line of `forerun experiment`; flags of the service stand before or after the subcommand."""
+    parser = argparse.ArgumentParser(
+        prog="forerun experiment", description="Create, watch and end A/B experiments on a running service."
+    )
+    add_service_flags(parser)
     commands = parser.add_subparsers(dest="command", required=True)
     create = commands.add_parser("create", help="create an experiment from a JSON or TOML file")
-    create.add_argument("file", type=Path)
+    create.add_argument("file", type=Path, help="definition of the experiment: docs/experiments.md shows one")
     create.add_argument("--draft", action="store_true", help="do not start it yet")
     commands.add_parser("list", help="all experiments, newest first")
     watch = commands.add_parser("watch", help="print the verdict whenever there is news, until it is conclusive")
-    watch.add_argument("name")
-    watch.add_argument("--seconds", type=float, default=2.0, help="pause between looks")
-    for command, text in (("report", "what there is to say now"), ("stop", "end it"), ("start", "start a draft")):
-        commands.add_parser(command, help=text).add_argument("name")
+    watch.add_argument("name", help="name of the experiment")
+    watch.add_argument("--seconds", type=float, default=2.0, help="seconds between requests (default: 2)")
+    for command, text in (("report", "print the report so far"), ("stop", "end it"), ("start", "start a draft")):
+        commands.add_parser(command, help=text).add_argument("name", help="name of the experiment")
     promote = commands.add_parser("promote", help="make the arm that the data support the default")
-    promote.add_argument("name")
-    promote.add_argument("--arm", help="this arm, whatever the data say")
-    return _run(parser.parse_args(arguments), environment, out, _experiment)
+    promote.add_argument("name", help="name of the experiment")
+    promote.add_argument("--arm", help="promote this arm, whatever the data say")
+    for subcommand in commands.choices.values():
+        add_service_flags(subcommand, is_repeated=True)
+    return parser
 
 
 def report_command(arguments: Sequence[str], out: Print, environment: Mapping[str, str] = os.environ) -> int:
     """`forerun report NAME --html OUT`; the exit status."""
-    parser = argparse.ArgumentParser(prog="forerun report", description="An experiment's report as one HTML file.")
-    parser.add_argument("--url", default=DEFAULT_URL, help="address of the service")
-    add_key_flags(parser)
-    parser.add_argument("name")
-    parser.add_argument("--html", type=Path, required=True, metavar="OUT")
-    return _run(parser.parse_args(arguments), environment, out, _html)
+    return _run(report_parser().parse_args(arguments), environment, out, _html)
+
+
+def report_parser() -> argparse.ArgumentParser:
+    """The command line of `forerun report`."""
+    parser = argparse.ArgumentParser(
+        prog="forerun report", description="Write an experiment's report as one HTML file."
+    )
+    add_service_flags(parser)
+    parser.add_argument("name", help="name of the experiment")
+    parser.add_argument("--html", type=Path, required=True, metavar="OUT", help="file to write")
+    return parser
 
 
 def _run(chosen: argparse.Namespace, environment: Mapping[str, str], out: Print, command: Callable[..., Any]) -> int:
     async def connected() -> None:
         headers = authorization(key_of(chosen, environment))
         async with aiohttp.ClientSession(timeout=TIMEOUT, headers=headers) as session:
-            await command(Service(session, chosen.url), chosen, out)
+            await command(Service(session, service_url(chosen.url, environment)), chosen, out)
 
     try:
         asyncio.run(connected())

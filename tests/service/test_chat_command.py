@@ -107,6 +107,7 @@ async def test_a_conversation_goes_on_and_can_begin_anew(service: Service) -> No
     assert said.count("ngram") == 2
     assert "speculation is '{', which is not valid JSON" in said
     assert "/use NAME" in said
+    assert "/what is not a command" in said
 
 
 async def test_mistakes_are_said_in_the_service_s_words(service: Service) -> None:
@@ -128,7 +129,7 @@ async def test_a_service_with_keys_is_told_one(start_service: StartService, tmp_
     service = await start_service(tenants=TenantSettings(api_keys_file=str(tmp_path / "keys")))
     session = Session(service)
     assert await session.run("fox") == 1
-    assert "answers 401; it wants an API key that it knows: --api-key, or FORERUN_API_KEY" in session.errors.getvalue()
+    assert "answers 401: API key missing or wrong; give one with --api-key, --api-key-file or FORERUN_API_KEY" in session.errors.getvalue()
     assert await session.run("--api-key-file", str(tmp_path / "none"), "fox") == 2
     assert session.out.getvalue() == ""
     assert await session.run("--api-key-file", str(tmp_path / "mine"), "fox") == 0

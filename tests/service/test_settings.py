@@ -110,9 +110,10 @@ def test_a_wrong_settings_file_is_named(tmp_path: Path, text: str, says: str) ->
 
 
 def test_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each setting is in the help with what it is for and its default."""
-    with pytest.raises(SystemExit):
-        load_settings(["--help"], {})
+    """Each setting is in the help of the service or of an engine alone, with what it is for and its default."""
+    for program in ("forerun serve", "forerun engine"):
+        with pytest.raises(SystemExit):
+            load_settings(["--help"], {}, program=program)
     text = " ".join(capsys.readouterr().out.split())
     for option in options():
         assert option.flag in text
