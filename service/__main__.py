@@ -7,11 +7,13 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
+from importlib.metadata import version
 from typing import NoReturn
 
 from service.settings import SettingsError, load_settings
 
 USAGE = """usage: forerun COMMAND [flags]
+       forerun --version
 
 commands:
   serve       serve a model over REST and WebSocket; `forerun serve --help` explains every setting
@@ -50,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return experiments(command, rest)
         case "--help" | "-h":
             print(USAGE)
+            return 0
+        case "--version":
+            print(f"forerun {version('forerun')}")
             return 0
     print(f"forerun: {command!r} is not a command\n\n{USAGE}", file=sys.stderr)
     return 2

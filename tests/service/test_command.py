@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -27,6 +28,12 @@ def test_every_command_is_in_the_overview(capsys: pytest.CaptureFixture[str]) ->
     assert all(f"  {command} " in shown for command in ("serve", "engine", "chat", "report", *APART))
     assert main(["trian"]) == 2
     assert "'trian' is not a command" in capsys.readouterr().err
+
+
+def test_the_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """`forerun --version` prints the version of the installed distribution and ends with status 0."""
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"forerun {version('forerun')}\n"
 
 
 def test_the_command_itself_loads_no_engine() -> None:
