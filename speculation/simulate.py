@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
+from typing import cast
 
 import msgspec
 
 from draft.config import (
     MODEL_FREE_METHODS,
+    MODEL_METHODS,
     NoSpeculation,
     SpeculationConfig,
     resolve,
@@ -34,6 +36,8 @@ from target.sampling_params import SamplingParams
 
 DEFAULT_CURVE = "1:4.3,3:6,5:8,8:12,16:21"
 """Milliseconds by rows: the embedded model in one native call on two cores."""
+SIMULATED_METHODS = (*MODEL_FREE_METHODS, "first", "auto", "none")
+MAX_PRINTED_POSITIONS = 8
 
 
 @dataclass(slots=True)
@@ -241,9 +245,20 @@ def parse_config(text: str) -> SpeculationConfig:
     """A config as a user types it: a method's name, or the JSON object. Raises ValueError for methods with a model."""
     try:
         value = json.loads(text) if text.lstrip().startswith("{") else {"method": text}
+        _check_method(value)
         return resolve(msgspec.convert(value, type=SpeculationConfig), {*MODEL_FREE_METHODS})
     except ValueError as error:  # msgspec's and json's among them
         raise ValueError(f"config {text!r}: {error}") from error
+
+
+def _check_method(value: object) -> None:
+    """Raises ValueError for a method that does not exist, and for one that needs a model and so cannot be simulated."""
+    method = value.get("method") if isinstance(value, dict) else None
+    known = ", ".join(SIMULATED_METHODS)
+    if method in MODEL_METHODS:
+        raise ValueError(f"method {method!r} needs a model and cannot be simulated; one of {known}")
+    if isinstance(method, str) and method not in SIMULATED_METHODS:
+        raise ValueError(f"method {method!r} is unknown; one of {known}")
 
 
 def parse_curve(text: str) -> StepCostModel:
@@ -340,13 +355,24 @@ def _row(name: str, replay: Replay, plain: Replay) -> dict[str, object]:
 
 def _table(rows: Sequence[Mapping[str, object]]) -> Iterator[str]:
     columns = ("tokens", "steps", "tokens_per_step", "mean_acceptance_length", "acceptance_rate", "speedup")
-    width = max(len(str(row["config"])) for row in rows)
+    width = max(len("config"), *(len(str(row["config"])) for row in rows))
     yield "  ".join(["config".ljust(width), *columns])
     for row in rows:
         cells = [str(row[column]).rjust(len(column)) for column in columns]
         yield "  ".join([str(row["config"]).ljust(width), *cells])
+    positions = range(1, MAX_PRINTED_POSITIONS + 1)
+    yield ""
+    yield "  ".join(
+        ["acceptance by position".ljust(max(width, 22)), *(str(position).rjust(5) for position in positions)]
+    )
     for row in rows:
-        yield f"{row['config']}: accepted by position {row['acceptance_per_position']}, skipped {row['skipped_drafts']}"
+        rates = cast("list[float]", row["acceptance_per_position"])[:MAX_PRINTED_POSITIONS]
+        yield "  ".join([str(row["config"]).ljust(max(width, 22)), *(f"{rate:5.2f}" for rate in rates)])
+    yield ""
+    for row in rows:
+        skipped = cast("dict[str, int]", row["skipped_drafts"])
+        reasons = ", ".join(f"{reason or 'no draft'} {count}" for reason, count in skipped.items())
+        yield f"{row['config']}: steps without a draft: {reasons or '0'}"
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from target.config import ModelConfig
 from target.digests import MANIFEST
 from target.errors import CheckpointError, unreadable
+from target.file_mode import apply_umask
 from target.hf_config import read_config, read_json
 from target.weights import LayerWeights, ModelWeights
 
@@ -220,6 +221,7 @@ def truncate_checkpoint(source_dir: Path, out_dir: Path, num_layers: int) -> Non
     with Checkpoint(source_dir) as checkpoint:
         kept = [name for name in checkpoint.names() if _layer_of(name) < num_layers]
         save_file({name: checkpoint.tensor(name) for name in kept}, out_dir / SINGLE, metadata={"format": "pt"})
+    apply_umask(out_dir / SINGLE)
 
 
 def _layer_of(name: str) -> int:

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from target.config import RopeScaling
 from target.errors import CheckpointError, unreadable
+from target.file_mode import apply_umask
 from target.gguf_parts import gguf_parts
 from target.rope_factors import llama3_scaling_of
 from target.sampling_defaults import GENERATION_CONFIG, GGUF_NAMES, GGUF_PREFIX, gguf_sampling_fields
@@ -315,6 +316,7 @@ def write_shards(tensors: Iterator[tuple[str, FloatArray]], out_dir: Path, shard
 
     def flush() -> None:
         save_file(held, out_dir / f"part-{len(shards)}", metadata={"format": "pt"})
+        apply_umask(out_dir / f"part-{len(shards)}")
         shards.append(list(held))
         held.clear()
 

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from draft.eagle3_head import Eagle3Architecture
 from draft.head_checkpoint import SCALE
+from target.file_mode import apply_umask
 
 FORMAT_VERSION = "0.9.0"
 """Of the `speculators` package whose format is written."""
@@ -42,6 +43,7 @@ def write_eagle3(
     for name, tensor in {**tensors, **({} if lm_head is None else {"lm_head.weight": lm_head})}.items():
         stored |= _stored(name, tensor, storage)
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
+    apply_umask(folder / "model.safetensors")
     fields = _eagle3_fields(architecture, num_draft, target_name, "float16" if storage == "float16" else "float32")
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
@@ -55,6 +57,7 @@ def write_medusa(
     for name, tensor in tensors.items():
         stored |= _stored(name, tensor, storage)
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
+    apply_umask(folder / "model.safetensors")
     fields = {"medusa_num_heads": num_heads, "medusa_num_layers": 1, "base_model_name_or_path": target_name}
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 

@@ -12,6 +12,8 @@ import torch
 from draft.training.feature_store import FeatureStore, StoredSequence
 
 VALIDATION_SHARE = 0.04
+RECOMMENDED_SEQUENCES = round(5 / VALIDATION_SHARE)
+"""Sequences of which at least one is for validation with a probability of 99 %."""
 MIN_PAIRS = 4
 """Shorter windows teach nothing about going on."""
 
@@ -65,7 +67,10 @@ class Samples:
         self.training, self.validation = windows[False], windows[True]
         if not self.training or not self.validation:
             raise ValueError(
-                f"{len(store.sequences)} sequences are too few to train on; more prompts or longer answers are needed"
+                f"{len(store.sequences)} sequences were recorded, of which {len(self.training)} windows are for "
+                f"training and {len(self.validation)} for validation; each needs at least one of {MIN_PAIRS + 2} "
+                f"tokens or more. {VALIDATION_SHARE:.0%} of the sequences are for validation, by their prompts: "
+                f"use at least {RECOMMENDED_SEQUENCES} prompts"
             )
 
     def groups(self, windows: Sequence[Window], num_pairs: int, seed: int) -> Iterator[list[Window]]:

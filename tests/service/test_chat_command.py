@@ -129,7 +129,10 @@ async def test_a_service_with_keys_is_told_one(start_service: StartService, tmp_
     service = await start_service(tenants=TenantSettings(api_keys_file=str(tmp_path / "keys")))
     session = Session(service)
     assert await session.run("fox") == 1
-    assert "answers 401: API key missing or wrong; give one with --api-key, --api-key-file or FORERUN_API_KEY" in session.errors.getvalue()
+    assert (
+        "answers 401: API key missing or wrong; give one with --api-key, --api-key-file or FORERUN_API_KEY"
+        in session.errors.getvalue()
+    )
     assert await session.run("--api-key-file", str(tmp_path / "none"), "fox") == 2
     assert session.out.getvalue() == ""
     assert await session.run("--api-key-file", str(tmp_path / "mine"), "fox") == 0

@@ -97,8 +97,8 @@ def test_the_command_prints_a_row_a_config_and_writes_json(tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--config", "eagle3"], "config 'eagle3': method 'eagle3' is not served here"),
-        (["--config", "lookup"], "config 'lookup': Invalid value 'lookup'"),
+        (["--config", "eagle3"], "method 'eagle3' needs a model and cannot be simulated; one of prediction"),
+        (["--config", "lookup"], "method 'lookup' is unknown; one of prediction, suffix, ngram, first, auto, none"),
         (["--config", '{"method": "ngram", "k": 2}'], "unknown field `k`"),
         (["--config", '{"method": '], "config '{\"method\": '"),
         (["--config", "ngram", "--cost-curve", "1:4,x"], "cost curve has 'x'"),
@@ -136,3 +136,21 @@ def test_a_log_in_use_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
 def test_auto_is_the_best_lookup() -> None:
     """Without models "auto" becomes suffix decoding."""
     assert parse_config("auto") == FirstConfig(proposers=(SuffixConfig(),))
+
+
+def test_the_table_prints_eight_positions_in_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Acceptance stands in one column a position, at most eight, and steps without a draft are counted by reason."""
+    text = [1, 2, 3, 4, 5, 6, 7, 8] * 5
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps({"prompt_token_ids": text[:16], "output_token_ids": text[16:]}) + "\n")
+    config = '{"method": "ngram", "num_speculative_tokens": 12}'
+    assert main(["--log", str(log), "--config", config]) == 0
+    printed = capsys.readouterr().out
+    assert not {"[", "]"} & set(printed.replace(config, ""))
+    lines = printed.splitlines()
+    heading = next(line for line in lines if line.startswith("acceptance by position"))
+    assert heading.split()[3:] == [str(position) for position in range(1, 9)]
+    rates = lines[lines.index(heading) + 2].removeprefix(config).split()
+    assert len(rates) == 8
+    assert set(rates) <= {"1.00", "0.00"}
+    assert "none: steps without a draft: " in printed
