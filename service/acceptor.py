@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import ssl
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, cast
 
 from aiohttp import web
@@ -36,15 +38,26 @@ TOO_MANY_CONNECTIONS = whole_response(
 class ClientSite(web.BaseSite):
     """Listens at a host and a port, and accepts connections up to the limit of a table."""
 
-    def __init__(self, runner: web.AppRunner, host: str, port: int, table: ConnectionTable) -> None:
-        super().__init__(runner)
+    def __init__(
+        self,
+        runner: web.AppRunner,
+        host: str,
+        port: int,
+        table: ConnectionTable,
+        *,
+        tls: ssl.SSLContext | None,
+        handshake_seconds: float,
+    ) -> None:
+        """`tls` has the certificate of HTTPS; a handshake that takes longer than `handshake_seconds` is given up."""
+        super().__init__(runner, ssl_context=tls)
+        self._handshake_seconds = handshake_seconds
         self._host = host
         self._port = port
         self._table = table
 
     @property
     def name(self) -> str:
-        return f"http://{self._host}:{self._port}"
+        return f"{'https' if self._ssl_context else 'http'}://{self._host}:{self._port}"
 
     async def start(self) -> None:
         """Raises OSError if it cannot listen there."""
@@ -63,7 +76,10 @@ class ClientSite(web.BaseSite):
                 lingering_time=DISCARD_SECONDS,
             )
 
-        acceptor = Acceptor(await _listen(self._host, self._port), protocol, self._table)
+        connect = partial(loop.connect_accepted_socket, protocol)
+        if self._ssl_context is not None:
+            connect = partial(connect, ssl=self._ssl_context, ssl_handshake_timeout=self._handshake_seconds)
+        acceptor = Acceptor(await _listen(self._host, self._port), connect, self._table)
         self._server = cast(asyncio.AbstractServer, acceptor)  # of which a site uses `close` and `sockets`
 
 
@@ -93,10 +109,14 @@ class Acceptor:
     """Accepts connections of listening sockets until it is closed."""
 
     def __init__(
-        self, listeners: list[socket.socket], protocol: Callable[[], Connection], table: ConnectionTable
+        self,
+        listeners: list[socket.socket],
+        connect: Callable[[socket.socket], Awaitable[object]],
+        table: ConnectionTable,
     ) -> None:
+        """`connect` gives an accepted socket its protocol. It raises OSError where that fails."""
         self.sockets = listeners
-        self._protocol = protocol
+        self._connect_client = connect
         self._table = table
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -140,7 +160,7 @@ class Acceptor:
 
     async def _connect(self, client: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._protocol, client)
+            await self._connect_client(client)
         except OSError:
             self._table.closed(None)
             client.close()

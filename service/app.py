@@ -17,6 +17,7 @@ from service.background import start_task
 from service.context import (
     FRONT,
     HOSTS,
+    PROXIES,
     add_fixed_headers,
     add_request_id,
     allowed_hosts_only,
@@ -24,12 +25,14 @@ from service.context import (
     own_pages_only,
     request_context,
 )
+from service.cross_origin import ORIGINS, AllowedOrigins, add_origin_headers, preflight
 from service.documents import routes as document_routes
 from service.experiments import handlers as experiment_routes
 from service.front import Front
 from service.generation_routes import chat_completions, completions
 from service.hosts import AllowedHosts
 from service.page import routes as page_routes
+from service.peers import TrustedProxies
 from service.pool.devices import Place, place_engines
 from service.pool.discovery import Discovery
 from service.pool.local import LocalEngine, LocalEngines
@@ -67,13 +70,15 @@ def create_app(settings: Settings, engine_command: Sequence[str] | None = None) 
     Raises ValueError for settings that name something that is not there or cannot be used.
     """
     app = web.Application(
-        middlewares=[request_context, openai_errors, allowed_hosts_only, own_pages_only, only_who_may],
+        middlewares=[request_context, openai_errors, allowed_hosts_only, preflight, own_pages_only, only_who_may],
         client_max_size=settings.limits.max_body_bytes or MAX_BODY_BYTES,
     )
     app[FRONT] = Front(settings)
     app[TENANTS] = app[FRONT].tenants
     # No page of others can know a key: where keys are asked for, it does not matter under which name.
     hosts = AllowedHosts([*filter(None, [settings.server.host]), *settings.server.allowed_hosts])
+    app[PROXIES] = TrustedProxies(settings.server.trusted_proxies)
+    app[ORIGINS] = AllowedOrigins(settings.server.allowed_origins)
     app[HOSTS] = None if app[TENANTS].has_keys else hosts
     app[SOCKETS] = set()
     app[SECURITY] = Security.load(settings.pool)
@@ -105,7 +110,7 @@ def create_app(settings: Settings, engine_command: Sequence[str] | None = None) 
     experiment_routes.setup(app, app[FRONT].experiments)
     page_routes.setup(app)
     document_routes.setup(app)
-    app.on_response_prepare.extend([add_fixed_headers, add_request_id])
+    app.on_response_prepare.extend([add_fixed_headers, add_request_id, add_origin_headers])
     app.on_shutdown.append(close_sockets)
     app.cleanup_ctx.extend([request_log, engines])
     return app

@@ -12,10 +12,12 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from service.cross_origin import ORIGINS
 from service.errors import ApiError, cut, shorten
 from service.event_stream import ClientStalledError, drop
 from service.front import Front
 from service.hosts import AllowedHosts, is_own_origin
+from service.peers import PEER, TrustedProxies
 from service.request_handler import FIXED_HEADERS, error_response
 from service.tenants import TENANT
 from service.unserved_paths import hint_of
@@ -26,6 +28,7 @@ HOSTS = web.AppKey[AllowedHosts | None]("hosts")
 REQUEST_ID = web.RequestKey("request_id", str)
 ARRIVED_AT = web.RequestKey("arrived_at", float)
 """By `time.perf_counter`."""
+PROXIES = web.AppKey("proxies", TrustedProxies)
 FAILURE = web.RequestKey("failure", ApiError)
 """Why a request was refused, or failed."""
 
@@ -51,6 +54,7 @@ async def request_context(request: web.Request, handler: Handler) -> web.StreamR
     given = request.headers.get("X-Request-Id", "")
     request_id = given if _ACCEPTABLE_ID.fullmatch(given) else uuid.uuid4().hex
     request[REQUEST_ID], request[ARRIVED_AT] = request_id, time.perf_counter()
+    peer = request[PEER] = request.app[PROXIES].peer_of(request)
     structlog.contextvars.clear_contextvars()
     structlog.contextvars.bind_contextvars(request_id=request_id)
     front = request.app[FRONT]
@@ -80,7 +84,7 @@ async def request_context(request: web.Request, handler: Handler) -> web.StreamR
             path=cut(request.path, MAX_LOGGED_PATH),
             status=status,
             seconds=seconds,
-            client=request.remote,
+            client=peer.address,
             **_details(request),
         )
         route = request.match_info.route.resource
@@ -141,7 +145,9 @@ async def allowed_hosts_only(request: web.Request, handler: Handler) -> web.Stre
     """
     allowed = request.app[HOSTS]
     if allowed is not None:
-        for host in (request.headers.get("Host", request.host), request.host):
+        named = request[PEER].host
+        is_forwarded = named != request.headers.get("Host", request.host)
+        for host in (named,) if is_forwarded else (named, request.host):
             if not allowed.allows(host):
                 shown = cut(host)
                 _log.info("host refused", host=shown)
@@ -167,10 +173,13 @@ def check_origin(request: web.Request) -> None:
     Browsers let any page open a socket or post a text to any address, this machine's own included. What is no browser
     names no origin.
     """
-    host, scheme = request.headers.get("Host", request.host), request.headers.get("X-Forwarded-Proto")
+    host, scheme = request[PEER].host, request.headers.get("X-Forwarded-Proto")
     for origin in request.headers.getall("Origin", ()):
-        if not is_own_origin(origin, host, scheme):
-            message = f"a page of {cut(ascii(origin))} may not use this service"
+        if not is_own_origin(origin, host, scheme) and not request.app[ORIGINS].allows(origin):
+            message = (
+                f"cross-origin request from {cut(ascii(origin))} refused; serve the page from this service's own "
+                "address, or name its origin in --allowed-origins"
+            )
             raise ApiError(403, message, code="foreign_origin")
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import ssl
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 
 import structlog
 from aiohttp import web
@@ -22,7 +24,7 @@ from service.hosts import is_loopback
 from service.logs import configure_logs
 from service.memory import keep_heap_small
 from service.metrics import ConnectionCollector
-from service.settings import Settings
+from service.settings import ServerSettings, Settings
 from service.start_progress import StartProgress, shown_progress
 from service.supervisor import EngineStartError
 from speculation.log_format import is_console
@@ -43,6 +45,7 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> int:
         asyncio.get_running_loop().set_exception_handler(handle_loop_errors)
         raise_file_limit()
         keep_heap_small()
+        tls_context(settings.server)  # so that files that cannot be used are named before anything starts
         app = create_app(settings)
         runner = create_runner(app)
         await runner.setup()
@@ -83,7 +86,8 @@ async def listen(runner: web.AppRunner, host: str, port: int) -> ConnectionTable
     most = connection_limit(server, pool.engines)
     table = ConnectionTable(server, most, asyncio.get_running_loop(), front.settings.limits.max_pending_bytes)
     front.metrics.registry.register(ConnectionCollector(table))
-    await ClientSite(runner, host, port, table).start()
+    site = ClientSite(runner, host, port, table, tls=tls_context(server), handshake_seconds=server.header_seconds)
+    await site.start()
     return table
 
 
@@ -146,7 +150,24 @@ def url_of(runner: web.AppRunner) -> str:
     """Where the service can be reached from this machine."""
     host, port = runner.addresses[0][:2]
     name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104 - compared
-    return f"http://{name}:{port}"
+    scheme = "http" if runner.app[FRONT].settings.server.server_cert is None else "https"
+    return f"{scheme}://{name}:{port}"
+
+
+def tls_context(server: ServerSettings) -> ssl.SSLContext | None:
+    """What HTTPS needs; None for HTTP. Raises ValueError, naming the setting, for files that cannot be used."""
+    if server.server_cert is None and server.server_key is None:
+        return None
+    if server.server_cert is None or server.server_key is None:
+        missing = "server_cert" if server.server_cert is None else "server_key"
+        raise ValueError(f"{missing} is missing: HTTPS needs server_cert and server_key")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    cert, key = (Path(file).expanduser() for file in (server.server_cert, server.server_key))
+    try:
+        context.load_cert_chain(cert, key)
+    except (OSError, ssl.SSLError) as error:
+        raise ValueError(f"server_cert {cert} or server_key {key} cannot be used: {error}") from error
+    return context
 
 
 def greeting(front: Front, url: str) -> str:

@@ -50,6 +50,24 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             'commas; "*" allows any. Without API keys, requests for other hosts are refused'
         ),
     ] = ()
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="origins of other sites whose pages may use the service from a browser (CORS), such as "
+            'https://app.example, separated by commas; "*" allows any'
+        ),
+    ] = ()
+    trusted_proxies: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="addresses or networks of proxies, such as 10.0.0.0/8, separated by commas; only their "
+            "X-Forwarded-For and X-Forwarded-Host are believed"
+        ),
+    ] = ()
+    server_cert: Annotated[
+        str | None, Meta(description="certificate file (PEM) with which clients are served over HTTPS")
+    ] = None
+    server_key: Annotated[str | None, Meta(description="private key file (PEM) of --server-cert")] = None
     model_name: Annotated[
         str | None,
         Meta(

@@ -67,9 +67,13 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(description="what fronts and stand-alone engines know each other by; better as a variable than as a flag"),
     ] = None
     tls_cert: Annotated[
-        str | None, Meta(description="this side's certificate (PEM) between fronts and stand-alone engines")
+        str | None,
+        Meta(
+            description="certificate file (PEM) of this side, between fronts and stand-alone engines; HTTPS for "
+            "clients is --server-cert"
+        ),
     ] = None
-    tls_key: Annotated[str | None, Meta(description="the certificate's private key (PEM)")] = None
+    tls_key: Annotated[str | None, Meta(description="private key file (PEM) of --tls-cert")] = None
     tls_ca: Annotated[
         str | None, Meta(description="certificates (PEM) that the other side's must be signed by: a CA of your own")
     ] = None

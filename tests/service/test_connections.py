@@ -224,7 +224,7 @@ async def test_no_file_left_is_one_line_a_second(capsys: pytest.CaptureFixture[s
             return listener.fileno()
 
     table = ConnectionTable(ServerSettings(), 10, loop)
-    acceptor = Acceptor([], lambda: pytest.fail("nothing is accepted"), table)
+    acceptor = Acceptor([], lambda _: pytest.fail("nothing is accepted"), table)
     acceptor._accept(Exhausted())  # type: ignore[arg-type]
     await asyncio.sleep(0.2)
     assert attempts == 1

@@ -213,7 +213,7 @@ def test_loopback_is_no_exposure(host: str) -> None:
 def test_a_service_without_keys_that_others_reach_is_warned_of(host: str) -> None:
     """The warning says what whoever reaches the port may do, and what ends that; with keys there is none."""
     server = ServerSettings(host=host)
-    assert "may drain engines" in str(exposure_warning(Settings(server=server)))
+    assert "drain engines" in str(exposure_warning(Settings(server=server)))
     header = Settings(server=server, tenants=TenantSettings(tenant_header="X-Tenant"))
     assert "trusted proxy" in str(exposure_warning(header))
     keys = Settings(server=server, tenants=TenantSettings(api_keys_file="keys"))
