@@ -145,9 +145,7 @@ async def allowed_hosts_only(request: web.Request, handler: Handler) -> web.Stre
     """
     allowed = request.app[HOSTS]
     if allowed is not None:
-        named = request[PEER].host
-        is_forwarded = named != request.headers.get("Host", request.host)
-        for host in (named,) if is_forwarded else (named, request.host):
+        for host in (request[PEER].host, request.headers.get("Host", request.host), request.host):
             if not allowed.allows(host):
                 shown = cut(host)
                 _log.info("host refused", host=shown)
@@ -173,7 +171,8 @@ def check_origin(request: web.Request) -> None:
     Browsers let any page open a socket or post a text to any address, this machine's own included. What is no browser
     names no origin.
     """
-    host, scheme = request[PEER].host, request.headers.get("X-Forwarded-Proto")
+    host, schemes = request[PEER].host, request.headers.getall("X-Forwarded-Proto", ["https"] if request.secure else [])
+    scheme = ",".join(schemes) or None
     for origin in request.headers.getall("Origin", ()):
         if not is_own_origin(origin, host, scheme) and not request.app[ORIGINS].allows(origin):
             message = (

@@ -14,7 +14,7 @@ MAX_AGE_SECONDS = 600
 """How long a browser may keep the answer to a preflight request."""
 EXPOSED = "X-Request-Id, X-Forerun-Ignored, X-Forerun-Experiment, X-Forerun-Arm, Retry-After"
 """Response headers that a page may read."""
-_ORIGIN = re.compile(r"https?://[^\s/,*]+")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/,*]+", re.IGNORECASE)
 
 
 class AllowedOrigins:
@@ -27,11 +27,24 @@ class AllowedOrigins:
                 raise ValueError(
                     f"allowed_origins has {origin!r}; each must be an origin such as https://app.example, or {ANY!r}"
                 )
-        self._origins = frozenset(origin.lower() for origin in origins)
+        self._origins = frozenset(map(_normalized, origins))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no other origin is allowed."""
+        return not self._origins
 
     def allows(self, origin: str) -> bool:
         """Whether pages of this origin may use the service."""
-        return ANY in self._origins or origin.lower() in self._origins
+        return ANY in self._origins or _normalized(origin) in self._origins
+
+
+def _normalized(origin: str) -> str:
+    """An origin as browsers write it: in lower case, without the scheme's default port."""
+    origin = origin.lower()
+    if origin.startswith("https://"):
+        return origin.removesuffix(":443")
+    return origin.removesuffix(":80") if origin.startswith("http://") else origin
 
 
 ORIGINS = web.AppKey("origins", AllowedOrigins)
@@ -51,8 +64,11 @@ async def preflight(request: web.Request, handler: Handler) -> web.StreamRespons
 
 async def add_origin_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Signal handler: let a page of an allowed origin read the response."""
+    allowed = request.app[ORIGINS]
+    if allowed.is_empty:
+        return
+    response.headers.add("Vary", "Origin")
     origin = request.headers.get("Origin")
-    if origin is not None and request.app[ORIGINS].allows(origin):
+    if origin is not None and allowed.allows(origin):
         response.headers["Access-Control-Allow-Origin"] = origin
         response.headers["Access-Control-Expose-Headers"] = EXPOSED
-        response.headers.add("Vary", "Origin")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Sequence
 
 import msgspec
 from aiohttp import web
 
+_ENTRY = re.compile(r"\[(?P<bracketed>[0-9A-Fa-f:.]+)\](:\d+)?|(?P<dotted>[0-9.]+)(:\d+)?|(?P<plain>[0-9A-Fa-f:.]+)")
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
@@ -48,8 +50,8 @@ class TrustedProxies:
             return Peer(address, host)
         forwarded = ",".join(request.headers.getall("X-Forwarded-Host", ())).rpartition(",")[2].strip()
         hops = ",".join(request.headers.getall("X-Forwarded-For", ())).split(",")
-        for hop in reversed([hop.strip() for hop in hops]):
-            if not _is_address(hop):
+        for hop in map(_address_of, reversed(hops)):
+            if hop is None:
                 break
             address = hop
             if not self._trusts(hop):
@@ -57,17 +59,21 @@ class TrustedProxies:
         return Peer(address, forwarded or host)
 
     def _trusts(self, address: str) -> bool:
-        if not _is_address(address):
-            return False
-        found = ipaddress.ip_address(address)
-        if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
-            found = found.ipv4_mapped
-        return any(found in network for network in self._networks)
+        plain = _address_of(address)
+        return plain is not None and any(ipaddress.ip_address(plain) in network for network in self._networks)
 
 
-def _is_address(text: str) -> bool:
+def _address_of(text: str) -> str | None:
+    """The address of an entry such as `203.0.113.9`, `203.0.113.9:4711` or `[2001:db8::1]:443`; None for no address.
+
+    An IPv4 address that is written as an IPv6 one is the IPv4 address. Scopes (`%eth0`) are no part of a header.
+    """
+    found = _ENTRY.fullmatch(text.strip())
+    if found is None:
+        return None
     try:
-        ipaddress.ip_address(text)
+        address = ipaddress.ip_address(found["bracketed"] or found["dotted"] or found["plain"])
     except ValueError:
-        return False
-    return True
+        return None
+    mapped = getattr(address, "ipv4_mapped", None)
+    return str(mapped or address)

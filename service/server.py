@@ -154,6 +154,11 @@ def url_of(runner: web.AppRunner) -> str:
     return f"{scheme}://{name}:{port}"
 
 
+def _no_password() -> str:
+    """Called for an encrypted key, which OpenSSL would otherwise ask the terminal about. Raises OSError."""
+    raise OSError("the key is encrypted; it must be readable without a password")
+
+
 def tls_context(server: ServerSettings) -> ssl.SSLContext | None:
     """What HTTPS needs; None for HTTP. Raises ValueError, naming the setting, for files that cannot be used."""
     if server.server_cert is None and server.server_key is None:
@@ -164,7 +169,7 @@ def tls_context(server: ServerSettings) -> ssl.SSLContext | None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     cert, key = (Path(file).expanduser() for file in (server.server_cert, server.server_key))
     try:
-        context.load_cert_chain(cert, key)
+        context.load_cert_chain(cert, key, password=_no_password)
     except (OSError, ssl.SSLError) as error:
         raise ValueError(f"server_cert {cert} or server_key {key} cannot be used: {error}") from error
     return context

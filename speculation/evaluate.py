@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-from tqdm import tqdm
 
 from draft.config import SpeculationConfig
 from draft.draft_model import DraftModelProposer
@@ -26,6 +25,7 @@ from speculation.controller import DraftLengthController
 from speculation.cost_model import StepCostModel
 from speculation.engine import Engine
 from speculation.messages import RequestMetrics, SamplingParams, Submit
+from speculation.progress import progress_bar
 from target.embedded import embedded_model_dir
 from target.fingerprint import model_fingerprint
 from target.load import DTYPES, load_runner
@@ -178,7 +178,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Tally]:
     sampling = SamplingParams(temperature=arguments.temperature, seed=arguments.seed, max_tokens=arguments.max_tokens)
     total = Tally()
     tallies: defaultdict[str, Tally] = defaultdict(Tally)
-    with tqdm(total=len(questions), desc="questions", mininterval=2.0) as bar:
+    with progress_bar("questions", len(questions)) as bar:
         for question, metrics, num_tokens in evaluate(engine, questions, config, sampling):
             for tally in (tallies[question.category], total):
                 tally.add(num_tokens=num_tokens, num_steps=metrics.num_steps, histogram=metrics.accepted_histogram)
@@ -206,21 +206,42 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="forerun eval", description="How often the guesses of a head or a draft model are accepted, by position."
     )
-    parser.add_argument("--target", default="embedded", help='a Hugging Face folder, or "embedded" (default)')
+    parser.add_argument("--target", default="embedded", help='a Hugging Face folder, or "embedded" (default: embedded)')
     parser.add_argument("--draft", type=Path, required=True, help="the folder of a head or of a draft model")
     parser.add_argument("--questions", type=Path, required=True, help="one prompt a line, as for forerun train")
-    parser.add_argument("--every", type=int, default=1, help="ask every n-th question only (%(default)s)")
-    parser.add_argument("--num-speculative-tokens", type=int, default=4, help="how deep to guess (%(default)s)")
-    parser.add_argument("--tree-size", type=int, help="nodes of a draft tree; without it drafts are chains")
-    parser.add_argument("--max-tokens", type=int, default=128, help="of an answer (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--concurrency", type=int, default=8, help="questions answered at a time (%(default)s)")
-    parser.add_argument("--shift-layers", type=int, default=0, help="added to the layers an EAGLE-3 head reads")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--every", type=int, default=1, help="ask every n-th question only (default: %(default)s)")
+    parser.add_argument("--num-speculative-tokens", type=int, default=4, help="depth of a draft (default: %(default)s)")
+    parser.add_argument("--tree-size", type=int, help="nodes of a draft tree (default: unset, drafts are chains)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=128, help="maximum tokens of an answer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of each answer (default: %(default)s)")
+    parser.add_argument(
+        "--concurrency", type=int, default=8, help="questions answered at a time (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--shift-layers",
+        type=int,
+        default=0,
+        help="added to the layers that an EAGLE-3 head reads (default: %(default)s)",
+    )
+    parser.add_argument("--device", default="auto", help="device, such as cpu or cuda:0 (default: %(default)s)")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        help="number format of the target: auto, float32, bfloat16 or float16 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--backend", default="auto", help="code that runs the target, as in serve --help (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--quantization",
+        default="auto",
+        help="how the target's weights are stored, as in serve --help (default: %(default)s)",
+    )
     parser.add_argument("--json", type=Path, help="write the numbers there, too")
     return parser
 

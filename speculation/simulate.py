@@ -295,6 +295,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """`forerun simulate`: print what each config would have done with a log. 2 for bad input."""
     arguments = _parser().parse_args(argv)
     try:
+        if arguments.concurrency < 1:
+            raise ValueError(f"--concurrency is {arguments.concurrency}; it must be at least 1")
         configs = {text: parse_config(text) for text in arguments.config}
         recordings = [recording for path in arguments.log for recording in read_log(path)]
         replays = simulate(recordings, configs, arguments.cost_curve, num_concurrent=arguments.concurrency)
@@ -327,8 +329,12 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help='a method, or JSON like {"method": "suffix", "tree_size": 12}; give it several times to compare',
     )
-    parser.add_argument("--cost-curve", default=DEFAULT_CURVE, help="a step's milliseconds by rows, as in %(default)s")
-    parser.add_argument("--concurrency", type=int, default=1, help="sequences replayed at a time")
+    parser.add_argument(
+        "--cost-curve", default=DEFAULT_CURVE, help="a step's milliseconds by number of rows (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=1, help="sequences replayed at a time, at least 1 (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, help="write the table there, too")
     return parser
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -21,6 +22,7 @@ from draft.training.prompts import ChatTokens, read_prompts
 from draft.training.texts import Texts
 from draft.training.trainer import TrainSettings
 from speculation.distill import BATCH, make_prompts, record_answers
+from speculation.progress import progress_bar
 from target.embedded import embedded_model_dir
 from target.errors import CheckpointError
 from target.fingerprint import model_fingerprint
@@ -86,7 +88,7 @@ def _run(arguments: argparse.Namespace) -> None:
         out=arguments.out,
         record=record,
         target_name=target_dir.name,
-        progress=lambda total: tqdm(total=total, desc="updates", mininterval=2.0),
+        progress=partial(progress_bar, "updates"),
         note=tqdm.write,
     )
     if arguments.method == "draft_model":
@@ -110,14 +112,14 @@ def _record(
     if path is None:
         path = work / "prompts.jsonl"
         runner = _runner(arguments, target_dir)
-        with tqdm(total=arguments.num_prompts, desc="prompts", mininterval=2.0) as bar:
+        with progress_bar("prompts", arguments.num_prompts) as bar:
             make_prompts(
                 runner, chat, path, arguments.num_prompts, seed=arguments.seed, fingerprint=fingerprint, progress=bar
             )
     prompts = [chat.conversation(messages) for messages in read_prompts(path)[: arguments.num_prompts]]
     if texts is not None:
         prompts += map(chat.whole_turn, texts.prompts(arguments.num_text_prompts, arguments.seed))
-    with tqdm(desc="recorded tokens", mininterval=2.0) as bar:
+    with progress_bar("recorded tokens") as bar:
         record_answers(
             runner or _runner(arguments, target_dir),
             prompts,
@@ -157,39 +159,83 @@ def _parser() -> argparse.ArgumentParser:
         prog="forerun train",
         description="Train what drafts for a target, on the target's own answers. Run again, it goes on.",
     )
-    parser.add_argument("--target", default="embedded", help='a Hugging Face folder, or "embedded" (default)')
-    parser.add_argument("--method", choices=["eagle3", "medusa", "draft_model"], default="eagle3")
+    parser.add_argument("--target", default="embedded", help='a Hugging Face folder, or "embedded" (default: embedded)')
+    parser.add_argument(
+        "--method",
+        choices=["eagle3", "medusa", "draft_model"],
+        default="eagle3",
+        help="what is trained (default: %(default)s)",
+    )
     parser.add_argument("--out", type=Path, required=True, help="the folder to write the head to")
-    parser.add_argument("--work", type=Path, help="where recordings and unfinished training lie (default: OUT.work)")
-    parser.add_argument("--prompts", type=Path, help="one prompt a line; without it the target makes its own")
-    parser.add_argument("--num-prompts", type=int, default=4000, help="prompts to make or to take (%(default)s)")
+    parser.add_argument("--work", type=Path, help="folder of recordings and unfinished training (default: OUT.work)")
+    parser.add_argument("--prompts", type=Path, help="file with one prompt a line (default: the target makes its own)")
+    parser.add_argument(
+        "--num-prompts", type=int, default=4000, help="prompts to make or to take (default: %(default)s)"
+    )
     parser.add_argument(
         "--texts",
         type=Path,
         nargs="+",
         help="text files or folders; tasks over their passages are asked as well",
     )
-    parser.add_argument("--num-text-prompts", type=int, default=2000, help="such tasks (%(default)s)")
-    parser.add_argument("--max-answer-tokens", type=int, default=128, help="most tokens of an answer (%(default)s)")
-    parser.add_argument("--max-disk-gb", type=float, default=8.0, help="most disk for recordings (%(default)s)")
+    parser.add_argument(
+        "--num-text-prompts", type=int, default=2000, help="tasks to make of --texts (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-answer-tokens", type=int, default=128, help="maximum tokens of an answer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-disk-gb", type=float, default=8.0, help="maximum disk space for recordings, in GB (default: %(default)s)"
+    )
     parser.add_argument("--feature-layers", help="target layers to read, as in 2,15,27 (default: the paper's)")
-    parser.add_argument("--vocabulary", type=int, default=16384, help="tokens the head may guess (%(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="positions it learns to guess (%(default)s)")
-    parser.add_argument("--hidden-size", type=int, default=160, help="of a draft model (%(default)s)")
-    parser.add_argument("--layers", type=int, default=3, help="of a draft model (%(default)s)")
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--batch-pairs", type=int, default=1024, help="tokens an update learns from (%(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
-    parser.add_argument("--bfloat16", action="store_true", help="multiply in bfloat16: faster where the processor can")
-    parser.add_argument("--validate-every", type=int, default=200, help="updates (%(default)s)")
-    parser.add_argument("--max-seconds", type=float, help="stop training after so long; the same command goes on")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--storage", choices=STORAGES, default="float16", help="of the written matrices (%(default)s)")
-    parser.add_argument("--share-rows", action="store_true", help="leave out the target's output rows: half the size")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--quantization", default="auto")
+    parser.add_argument(
+        "--vocabulary", type=int, default=16384, help="size of the head's vocabulary (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=3, help="positions ahead that it learns to guess (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--hidden-size", type=int, default=160, help="hidden size of a draft model (default: %(default)s)"
+    )
+    parser.add_argument("--layers", type=int, default=3, help="layers of a draft model (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=4, help="passes over the recordings (default: %(default)s)")
+    parser.add_argument("--batch-pairs", type=int, default=1024, help="tokens of one update (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help="peak learning rate (default: %(default)s)")
+    parser.add_argument(
+        "--bfloat16", action="store_true", help="train in bfloat16, which is faster where the processor supports it"
+    )
+    parser.add_argument(
+        "--validate-every", type=int, default=200, help="updates between two validations (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-seconds",
+        type=float,
+        help="stop training after this many seconds; the same command continues it (default: unset)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of prompts, answers and initial weights (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--storage",
+        choices=STORAGES,
+        default="float16",
+        help="number format of the written matrices (default: %(default)s)",
+    )
+    parser.add_argument("--share-rows", action="store_true", help="share the target's output rows: half the file size")
+    parser.add_argument("--device", default="auto", help="device, such as cpu or cuda:0 (default: %(default)s)")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        help="number format of the target: auto, float32, bfloat16 or float16 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--backend", default="auto", help="code that runs the target, as in serve --help (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--quantization",
+        default="auto",
+        help="how the target's weights are stored, as in serve --help (default: %(default)s)",
+    )
     return parser
 
 

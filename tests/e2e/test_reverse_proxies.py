@@ -25,6 +25,8 @@ from tests.tiny_folder import write_tiny_folder
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "forerun.example"
 START_SECONDS = 60.0
+CLIENT = "127.0.0.2"
+"""Address of the client, which is no trusted proxy's."""
 
 
 def free_port() -> int:
@@ -136,7 +138,7 @@ async def client(certificate: Path, proxied: int) -> AsyncIterator[aiohttp.Clien
             pass
 
     tls = ssl.create_default_context(cafile=str(certificate / "forerun.crt"))
-    connector = aiohttp.TCPConnector(ssl=tls, resolver=Resolver())
+    connector = aiohttp.TCPConnector(ssl=tls, resolver=Resolver(), local_addr=(CLIENT, 0))
     async with aiohttp.ClientSession(f"https://{HOST}:{proxied}", connector=connector) as session:
         async with asyncio.timeout(START_SECONDS):
             while True:
@@ -155,7 +157,7 @@ async def test_everything_works_behind_a_proxy(
     async with client.get("/") as response:
         assert response.status == 200
         assert "forerun" in await response.text()
-    body = {"prompt": [5, 6, 7], "max_tokens": 40, "ignore_eos": True}
+    body = {"prompt": [5, 6, 7], "max_tokens": 40, "ignore_eos": True, "seed": 7}
     given = {**origin, "X-Request-Id": f"behind-{proxied}", "X-Forwarded-For": "6.6.6.6"}
     async with client.post("/v1/completions", json=body, headers=given) as response:
         assert response.status == 200, await response.text()
@@ -164,8 +166,7 @@ async def test_everything_works_behind_a_proxy(
         assert response.content_type == "text/event-stream"
         text = await response.text()
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-    assert "".join(choice["text"] for event in events for choice in event["choices"])
-    assert whole
+    assert "".join(choice["text"] for event in events for choice in event["choices"]) == whole
     assert text.endswith("data: [DONE]\n\n")
     async with client.ws_connect("/v1/stream", headers=origin) as socket_:
         await socket_.send_json({"type": "generate", "id": "a", "request": body})
@@ -180,7 +181,7 @@ async def test_everything_works_behind_a_proxy(
         assert response.status == 403
     lines = [json.loads(line) for line in service[1].read_text().splitlines() if line.startswith("{")]
     (line,) = [line for line in lines if line.get("request_id") == f"behind-{proxied}" and line["event"] == "request"]
-    assert line["client"] == "127.0.0.1"
+    assert line["client"] == CLIENT
 
 
 async def test_a_stream_is_not_buffered(client: aiohttp.ClientSession, service: tuple[int, Path]) -> None:

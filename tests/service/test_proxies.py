@@ -45,6 +45,10 @@ def peer(remote: str, *networks: str, **headers: str) -> Peer:
         ("10.0.0.1", "", "10.0.0.1"),
         ("203.0.113.1", "6.6.6.6", "203.0.113.1"),
         ("::ffff:10.0.0.1", "2001:db8::1", "2001:db8::1"),
+        ("10.0.0.1", "203.0.113.9:4711", "203.0.113.9"),
+        ("10.0.0.1", "[2001:db8::1]:443", "2001:db8::1"),
+        ("10.0.0.1", "::ffff:203.0.113.9", "203.0.113.9"),
+        ("10.0.0.1", "fe80::1%any", "10.0.0.1"),
     ],
 )
 def test_the_client_is_the_last_address_that_is_no_trusted_proxy(remote: str, forwarded: str, client: str) -> None:
@@ -83,6 +87,8 @@ async def test_a_page_behind_a_proxy_is_the_service_s_own(start_service: StartSe
     assert [entry["client"] for entry in logs if entry["event"] == "request"] == ["203.0.113.9"]
     assert (await service.post(CHAT, BODY, headers=headers | {"Origin": "https://evil.example"}))[0] == 403
     assert (await service.post(CHAT, BODY, headers=headers | {"X-Forwarded-Host": "evil.example"}))[0] == 403
+    rebound = {"Host": "evil.example", "X-Forwarded-Host": "localhost"}
+    assert (await service.get("/v1/models", headers=rebound))[0] == 403
     untrusting = await start_service(server=ServerSettings(allowed_hosts=("forerun.example",)))
     assert (await untrusting.post(CHAT, BODY, headers=headers))[0] == 403
 
@@ -90,7 +96,7 @@ async def test_a_page_behind_a_proxy_is_the_service_s_own(start_service: StartSe
 @pytest.fixture
 async def shared(start_service: StartService) -> Service:
     """A service that pages of one other origin may use."""
-    return await start_service(server=ServerSettings(allowed_origins=(APP,)))
+    return await start_service(server=ServerSettings(allowed_origins=(f"{APP}:443", "app://desktop")))
 
 
 async def test_a_page_of_an_allowed_origin_may_ask(shared: Service) -> None:
@@ -183,3 +189,13 @@ def test_wrong_files_of_https_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape(str(file))):
         tls_context(ServerSettings(server_cert=str(file), server_key=str(file)))
     assert tls_context(ServerSettings()) is None
+
+
+def test_an_encrypted_key_is_refused_and_not_asked_about(tmp_path: Path) -> None:
+    """A private key with a password ends the start with a sentence; nothing waits for a terminal."""
+    cert, key = certificate(tmp_path)
+    locked = str(tmp_path / "locked.pem")
+    command = ["openssl", "rsa", "-aes256", "-passout", "pass:secret", "-in", key, "-out", locked]
+    subprocess.run(command, check=True, capture_output=True)
+    with pytest.raises(ValueError, match="encrypted"):
+        tls_context(ServerSettings(server_cert=cert, server_key=locked))
