@@ -57,6 +57,6 @@ class StoreHealth:
         self.num_failures += 1
         if self._down_since is None:
             self._down_since = now
-            self._log.warning("metadata store is unavailable; serving without it", error=str(error))
+            self._log.warning("metadata store is unavailable; serving without it", reason=str(error))
         self._next_try = now + self._retry_after
         self._retry_after = min(2 * self._retry_after, self._longest_retry)

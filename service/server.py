@@ -60,7 +60,7 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> int:
             _log.error("cannot listen", host=settings.server.host, port=settings.server.port, reason=str(error))
             return 1
         _handle_signals(stop)
-        _log.info("listening", url=url_of(runner), engine="loading")
+        _log.info("listening", url=url_of(runner), phase="loading")
         if (warning := exposure_warning(settings)) is not None:
             _log.warning("listening beyond this machine without API keys", reason=warning)
         async with AsyncExitStack() as stack:

@@ -159,7 +159,7 @@ class Supervisor:
             raise EngineStartError(str(error)) from error
         self._sink.attach(ready, process.send)
         self.pid, self._has_served = process.pid, True
-        self._log.info("engine ready", pid=process.pid, engine=ready.description, blocks=ready.num_blocks)
+        self._log.info("engine ready", pid=process.pid, description=ready.description, blocks=ready.num_blocks)
 
     def _say(self, phase: str) -> None:
         if self.on_loading is None:

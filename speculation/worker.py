@@ -105,7 +105,7 @@ class Worker:
                 for command in reader.feed(data):
                     self._commands.put(command)
         except (OSError, FramingError) as error:
-            self._log.warning("front connection lost", error=str(error))
+            self._log.warning("front connection lost", reason=str(error))
         finally:  # whatever ended the thread: an engine that hears nothing must not look alive
             self._commands.put(None)
 
@@ -179,7 +179,7 @@ class Worker:
 
     def _refuse(self, request_id: str, error: FramingError) -> None:
         """End a sequence whose output does not fit in a frame; the others go on."""
-        self._log.error("output not sent", request=request_id, error=str(error))
+        self._log.error("output not sent", request=request_id, reason=str(error))
         self._commands.put(Abort(request_id))  # for when no step is under way
         message = f"the answer cannot be sent ({error}); ask for fewer logprobs"
         self._send(Rejected(request_id=request_id, code="invalid", message=message, param="logprobs"))
@@ -290,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
             # What is loaded stays: a full collection would walk over all of it in the middle of a step.
             gc.collect()
             gc.freeze()
-            log.info("engine loaded", path=ready.description, blocks=ready.num_blocks, methods=ready.methods)
+            log.info("engine loaded", description=ready.description, blocks=ready.num_blocks, methods=ready.methods)
             connection.sendall(encode_frame(ready))
             Worker(
                 connection,
@@ -301,11 +301,11 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         log.info("front gone")
     except _Refused as refusal:
-        log.error("engine refused", error=str(refusal))
+        log.error("engine refused", reason=str(refusal))
         log.debug("engine refused", exc_info=refusal)
         return 1
     except Exception as error:
-        log.exception("engine failed", error=str(error))
+        log.exception("engine failed", reason=str(error))
         return 1
     return 0
 

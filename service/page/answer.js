@@ -31,6 +31,8 @@ export class Answer {
   #firstAt = null;
   #lastAt = null;
   #frame = 0;
+  // Why the answer came over an event stream; undefined where it came over the WebSocket.
+  #notice;
 
   // `isMarkdownShown`: whether the view is that of the text, not that of the tokens.
   constructor(inspector, label, title, isMarkdownShown) {
@@ -88,7 +90,8 @@ export class Answer {
   }
 
   // Which config answers: the service's default and an experiment's arm are not chosen here.
-  #begin({ experiment, arm, speculation }) {
+  #begin({ experiment, arm, speculation, notice }) {
+    this.#notice = notice;
     const config_ = speculation ? config(speculation) : "";
     if (experiment) fill(this.#ran, `experiment ${experiment}, arm ${arm}${config_ && `: ${config_}`}`);
     else fill(this.#ran, config_ === this.title ? "" : config_);
@@ -126,7 +129,7 @@ export class Answer {
     this.#put("acceptance", guessed.num_spec_steps ? number(guessed.mean_acceptance_length, 2) : "–");
     this.#put("ttft", timing.tokens ? duration(timing.ttft) : "–");
     this.#put("saved", guessed.num_spec_steps ? duration(guessed.saved_seconds) : "–");
-    fill(this.#note, h("span", { class: `state ${this.state}` }, STATES[this.state]), ` · ${remarks(message).join(" · ")}`);
+    fill(this.#note, h("span", { class: `state ${this.state}` }, STATES[this.state]), ` · ${[...remarks(message), ...(this.#notice ? [this.#notice] : [])].join(" · ")}`);
     this.#close();
   }
 

@@ -30,15 +30,18 @@ export function keyProtocols() {
   return key ? ["forerun", `forerun.key.${btoa(key).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "")}`] : [];
 }
 
+export function keyHeaders() {
+  const key = keyBytes();
+  return key ? { Authorization: `Bearer ${key}` } : {};
+}
+
 // The JSON of an answer; throws `ServiceError` with the service's own words.
 export async function call(method, path, body) {
-  const options = { method, headers: {} };
+  const options = { method, headers: keyHeaders() };
   if (body !== undefined) {
     options.headers["Content-Type"] = "application/json";
     options.body = JSON.stringify(body);
   }
-  const key = keyBytes();
-  if (key) options.headers.Authorization = `Bearer ${key}`;
   let response;
   try {
     response = await fetch(new URL(path, document.baseURI), options);

@@ -48,7 +48,7 @@ export class TokenText {
   #begin(token) {
     this.ids.push(token.id);
     this.sources.push(token.source);
-    const isGuess = token.source !== "target" && token.source !== "prompt";
+    const isGuess = !["target", "prompt", "unknown"].includes(token.source);
     this.#depth = isGuess ? this.#depth + 1 : 0;
     const about = { ...token, position: this.ids.length, depth: this.#depth };
     const last = this.#entries.at(-1);
@@ -141,6 +141,7 @@ function alternatives({ id, alternatives: rows }) {
 
 function origin(token) {
   if (token.source === "prompt") return "from the prompt";
+  if (token.source === "unknown") return "not said by event streams";
   if (!token.depth) return "from the target model";
   return `drafted by ${named(token.source)}, place ${token.depth} of its draft`;
 }

@@ -109,7 +109,7 @@ class RemoteEngine:
         except ValueError as error:
             raise EngineDiedError(str(error)) from error
         self._member.attach(ready, link.send)
-        self._log.info("engine connected", path=ready.description, blocks=ready.num_blocks)
+        self._log.info("engine connected", description=ready.description, blocks=ready.num_blocks)
 
     def _lose(self, error: EngineUnavailableError) -> None:
         served = self._member.ready is not None

@@ -85,7 +85,7 @@ async def serve_engine(
             # Longer than a front waits: one that speaks no TLS then says so in its log.
             ssl_handshake_timeout=2 * HANDSHAKE_SECONDS if security.server_tls else None,
         )
-        _log.info("listening", address=str(address), engine="loading")
+        _log.info("listening", address=str(address), phase="loading")
         async with server:
             return await engine.run(stop, lambda: announce(f"forerun engine serves at {address}"))
     finally:

@@ -44,7 +44,7 @@ def test_each_change_is_logged_once_with_its_cause() -> None:
             clock.now += 1.0
         for _ in range(10):
             health.succeeded()
-    assert [(entry["log_level"], entry.get("error"), entry.get("down_seconds")) for entry in logs] == [
+    assert [(entry["log_level"], entry.get("reason"), entry.get("down_seconds")) for entry in logs] == [
         ("warning", "no route", None),
         ("info", None, 10.0),
     ]

@@ -64,7 +64,7 @@ def test_a_terminal_shows_the_phases_in_one_line(command: list[str]) -> None:
     assert len(set(drawn)) >= 3
     assert "\x1b[2m" in text
     assert '{"' not in text.split("Try it")[0]
-    assert re.search(r"listening.*engine.*=.*loading", text)
+    assert re.search(r"listening.*phase.*=.*loading", text)
 
 
 def test_elsewhere_the_phases_are_json_lines(command: list[str]) -> None:

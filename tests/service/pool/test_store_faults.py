@@ -232,7 +232,7 @@ async def test_a_full_redis_is_one_outage(
         ("warning", "metadata store is unavailable; serving without it"),
         ("info", "metadata store is back"),
     ]
-    assert "maxmemory" in next(entry["error"] for entry in logs if "metadata store" in entry["event"])
+    assert "maxmemory" in next(entry["reason"] for entry in logs if "metadata store" in entry["event"])
 
 
 async def test_a_password_that_is_rotated(
@@ -261,6 +261,6 @@ async def test_a_password_that_is_rotated(
         await until_known(service, pool, redis)
     told = [entry for entry in logs if "metadata store" in entry["event"]]
     assert [entry["log_level"] for entry in told] == ["warning", "info"]
-    assert "invalid username-password pair" in told[0]["error"]
+    assert "invalid username-password pair" in told[0]["reason"]
     assert "-password" not in str(logs).replace("username-password", "")
     assert (await service.get("/v1/engines"))[0] == 200
