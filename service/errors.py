@@ -71,12 +71,12 @@ class ApiError(Exception):
 
     @classmethod
     def internal(cls) -> ApiError:
-        """500: a mistake of ours; the log has it under the request's id."""
-        return cls(500, "forerun made a mistake; its log has the details under this request's id", type="server_error")
+        """500: an internal error; the log has its traceback under the request's id."""
+        return cls(500, "internal error; the log has the details under this request's id", type="server_error")
 
     @classmethod
     def of(cls, error: Exception) -> ApiError:
-        """What a client is told of any exception: itself, 503 where memory has run out, else a mistake of ours."""
+        """The error a client gets for any exception: itself, 503 where memory has run out, else an internal error."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, MemoryError):

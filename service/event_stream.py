@@ -19,7 +19,7 @@ HIGH_WATER_BYTES = 32 * 1024
 
 
 class ClientStalledError(ConnectionError):
-    """The client took nothing for too long, and was dropped."""
+    """The client read nothing for too long, and was disconnected."""
 
 
 class EventStream:

@@ -97,34 +97,34 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ),
     ] = "ignore"
     shutdown_seconds: Annotated[
-        Seconds, Meta(description="how long running requests may go on after SIGTERM before they are ended")
+        Seconds, Meta(description="seconds that running requests have to finish after SIGTERM")
     ] = 30.0
     stall_seconds: Annotated[
         Seconds,
         Meta(
-            description="a client that takes nothing of what it is sent, or sends nothing of a body, for so long is "
-            "dropped"
+            description="disconnect a client that reads nothing, or sends nothing of a request body, for this many "
+            "seconds"
         ),
     ] = 60.0
     header_seconds: Annotated[
         Seconds,
-        Meta(description="how long the first line and headers of a request may take, from a connection's start"),
+        Meta(description="timeout of a request's headers, in seconds from the start of the connection"),
     ] = 10.0
-    body_seconds: Annotated[Seconds, Meta(description="how long the body of a request may take")] = 120.0
+    body_seconds: Annotated[Seconds, Meta(description="timeout of a request's body, in seconds")] = 120.0
     idle_seconds: Annotated[
         Seconds,
-        Meta(description="a connection on which no request follows for so long is closed; longer than a proxy's own"),
+        Meta(description="keep-alive timeout of a connection without a request, in seconds; more than the proxy's"),
     ] = 75.0
     max_connections: Annotated[
         PositiveInt | None,
         Meta(
-            description="most connections of clients; without it what the limit of open files leaves, at most 10000. "
-            "Silent ones are closed for new ones; when all are busy, new ones get 503"
+            description="maximum client connections; unset, what the limit of open files allows, at most 10000. Idle "
+            "connections are closed for new ones; when all are busy, new ones get 503"
         ),
     ] = None
-    load_seconds: Annotated[Seconds, Meta(description="how long an engine may take to load its model")] = 900.0
+    load_seconds: Annotated[Seconds, Meta(description="timeout of an engine's start, in seconds")] = 900.0
     restart_seconds: Annotated[
-        Seconds, Meta(description="longest pause before a dead engine is started again; the first is a tenth second")
+        Seconds, Meta(description="maximum delay before a crashed engine is restarted, in seconds; the first is 0.1")
     ] = 30.0
 
 
@@ -134,21 +134,25 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_body_bytes: Annotated[
         PositiveInt | None,
         Meta(
-            description="largest request body or WebSocket message; without it what a context of the model's longest "
-            "tokens takes, and 256 KiB, at most 16 MiB"
+            description="maximum request body or WebSocket message in bytes; unset, what a context of the model's "
+            "longest tokens takes, plus 256 KiB, at most 16 MiB"
         ),
     ] = None
     max_pending_bytes: Annotated[
-        PositiveInt, Meta(description="most bytes of large bodies that are read, or wait to be tokenized, at a time")
+        PositiveInt, Meta(description="maximum bytes of large bodies that are being read or wait to be tokenized")
     ] = 64 * 1024**2
-    max_choices: Annotated[PositiveInt, Meta(description="most choices of a request: prompts times n")] = 32
-    max_stop_strings: Annotated[PositiveInt, Meta(description="most stop strings, and most stop token ids")] = 16
-    max_stop_length: Annotated[PositiveInt, Meta(description="most characters of a stop string")] = 256
+    max_choices: Annotated[PositiveInt, Meta(description="maximum choices of a request: prompts times n")] = 32
+    max_stop_strings: Annotated[
+        PositiveInt, Meta(description="maximum number of stop strings, and of stop token ids")
+    ] = 16
+    max_stop_length: Annotated[PositiveInt, Meta(description="maximum characters of a stop string")] = 256
     max_logprobs: Annotated[
-        int, Meta(ge=0, le=MAX_LOGPROBS, description="most alternatives reported beside a token")
+        int, Meta(ge=0, le=MAX_LOGPROBS, description="maximum alternatives reported for a token")
     ] = 20
-    max_logit_bias: Annotated[int, Meta(ge=0, description="most token ids in logit_bias")] = 1024
-    max_socket_requests: Annotated[PositiveInt, Meta(description="most generations at a time on one WebSocket")] = 64
+    max_logit_bias: Annotated[int, Meta(ge=0, description="maximum token ids in logit_bias")] = 1024
+    max_socket_requests: Annotated[PositiveInt, Meta(description="maximum concurrent generations on one WebSocket")] = (
+        64
+    )
 
 
 class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -182,8 +186,8 @@ class AuditSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(
             ge=0.0,
             le=1.0,
-            description="share of finished requests that are run again without speculation, while nobody waits, to "
-            "compare their tokens; 0 audits nothing",
+            description="share of finished requests that are run again without speculation, while the service is idle, "
+            "to compare their tokens; 0 turns the audit off",
         ),
     ] = 0.01
 

@@ -131,7 +131,7 @@ async def stream(request: web.Request) -> web.WebSocketResponse:
         await Conversation(request, socket, front).run()
     except Exception:  # noqa: BLE001 - the last resort: nothing but frames may follow on this connection
         _log.exception("socket failed")
-        await socket.close(code=WSCloseCode.INTERNAL_ERROR, message=b"forerun made a mistake")
+        await socket.close(code=WSCloseCode.INTERNAL_ERROR, message=b"internal error")
     finally:
         sockets.discard(socket)
     return socket

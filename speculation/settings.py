@@ -41,13 +41,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(
             ge=-4,
             le=4,
-            description="added to the target layers that an EAGLE-3 head says it reads: some count them differently",
+            description="offset of the target layers that an EAGLE-3 head names; some heads count differently",
         ),
     ] = 0
     medusa: Annotated[PathText | None, Meta(description="folder of Medusa heads for the target; enables medusa")] = None
-    cache_dir: Annotated[
-        str, Meta(description="where converted models are kept, so that the second start is quick")
-    ] = "~/.cache/forerun"
+    cache_dir: Annotated[str, Meta(description="cache folder for converted models and compiled code")] = (
+        "~/.cache/forerun"
+    )
     device: Annotated[
         str,
         Meta(
@@ -61,7 +61,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = "auto"
     backend: Annotated[
         Literal["auto", "torch", "native", "triton", "flashinfer"],
-        Meta(description="which code runs the model; auto takes the fastest that fits the device"),
+        Meta(description="implementation that runs the model; auto is the fastest for the device"),
     ] = "auto"
     quantization: Annotated[
         Literal["auto", "none", "int8", "q4", "fp8"],
@@ -72,33 +72,37 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = "auto"
     num_threads: Annotated[
         PositiveInt | None,
-        Meta(description="threads of the native step on a CPU; without it one for every core the engine may use"),
+        Meta(description="threads of the native CPU backend; unset, one per core that the engine may use"),
     ] = None
     num_blocks: Annotated[
         Annotated[int, Meta(ge=2)] | None,
-        Meta(description="blocks of the KV pool, the null block included; without it kv_memory decides"),
+        Meta(description="blocks of the KV cache, the null block included; unset, kv_memory decides"),
     ] = None
     kv_memory: Annotated[
         PositiveInt | None,
-        Meta(description="bytes for the KV pool; without it and num_blocks 1 GiB"),
+        Meta(description="bytes of the KV cache; unset, and without num_blocks, 1 GiB"),
     ] = None
-    block_size: Annotated[PositiveInt, Meta(description="tokens a block of the KV pool holds")] = 16
+    block_size: Annotated[PositiveInt, Meta(description="tokens per block of the KV cache")] = 16
     max_model_len: Annotated[
         PositiveInt | None,
-        Meta(description="most tokens of a sequence, prompt and output; without it what the model was made for"),
+        Meta(description="maximum tokens of a sequence, prompt and output; unset, the context length of the model"),
     ] = None
-    max_num_seqs: Annotated[PositiveInt, Meta(description="most sequences that run at the same time")] = 32
+    max_num_seqs: Annotated[PositiveInt, Meta(description="maximum sequences in a batch")] = 32
     max_num_batched_tokens: Annotated[
         PositiveInt, Meta(description="token budget of a step, shared by prompts, decoding and drafts")
     ] = 512
-    max_waiting: Annotated[int, Meta(ge=0, description="most sequences that wait; further ones are refused")] = 256
+    max_waiting: Annotated[int, Meta(ge=0, description="maximum sequences in the queue; further requests get 429")] = (
+        256
+    )
     speculation: Annotated[
         SpeculationConfig,
-        Meta(description='speculation of requests that name none: a method, or JSON like {"method": "ngram"}'),
+        Meta(description='default speculation config: a method, or JSON like {"method": "ngram"}'),
     ] = AutoConfig()
     corpus_tokens: Annotated[
         int,
-        Meta(ge=2, description="tokens of finished responses that suffix matching remembers, in all; a power of two"),
+        Meta(
+            ge=2, description="maximum tokens of finished responses that suffix matching keeps, in all; a power of two"
+        ),
     ] = 1 << 18
     check_invariants: Annotated[
         bool, Meta(description="assert the engine's invariants after every step, not only when idle; for tests")
@@ -107,6 +111,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         LogFormat,
         Meta(description='form of log lines; "auto" is "console" where standard error is a terminal, else "json"'),
     ] = "auto"
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least severe line logged")] = (
-        "info"
-    )
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="minimum level of logged lines")
+    ] = "info"

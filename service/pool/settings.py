@@ -16,39 +16,49 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     engines: Annotated[
         int,
-        Meta(ge=0, description="engines that this process starts, one a device; 0 uses those found in the store"),
+        Meta(
+            ge=0,
+            description="engines that this process starts, one per device; 0 uses only engines found in the store",
+        ),
     ] = 1
     routing: Annotated[
         Literal["least_ttft", "prefix_only", "round_robin", "random"],
-        Meta(description="who gets a request: the engine whose first token is predicted soonest, or by a simpler rule"),
+        Meta(description="which engine gets a request: the one with the lowest predicted TTFT, or a simpler rule"),
     ] = "least_ttft"
     store: Annotated[
         str,
         Meta(
-            description='where engines, fronts and experiments meet: "memory" for one process alone, or redis://…',
+            description='metadata store of engines, fronts and experiments: "memory" for one process, or redis://…',
             pattern=r"^(memory|(redis|rediss|unix)://.+)$",
         ),
     ] = "memory"
     namespace: Annotated[
-        str, Meta(description="whose engines belong together, within one store", pattern=r"^[\w.:-]+$")
+        str, Meta(description="namespace within the store: fronts use the engines of their own", pattern=r"^[\w.:-]+$")
     ] = "forerun"
-    store_timeout: Annotated[Seconds, Meta(description="longest wait for the store, in seconds; then without")] = 0.1
+    store_timeout: Annotated[
+        Seconds, Meta(description="timeout of a request to the store, in seconds; the service then goes on without it")
+    ] = 0.1
     silence_seconds: Annotated[
-        Seconds, Meta(description="an engine that says nothing for so long is taken for dead; it speaks every second")
+        Seconds,
+        Meta(description="restart an engine that sends nothing for this many seconds; its heartbeat is one second"),
     ] = 5.0
     failover_seconds: Annotated[
-        Seconds, Meta(description="how long a request whose engine died waits for one that takes over")
+        Seconds, Meta(description="seconds that a request whose engine crashed waits for failover to another")
     ] = 60.0
     failover_attempts: Annotated[
         PositiveInt,
-        Meta(description="engines in a row that may die right after they took a request; then it gets an error"),
+        Meta(description="maximum retries: after this many engines have crashed on the same request, it fails"),
     ] = 5
     warm_seconds: Annotated[
         float,
-        Meta(ge=0.0, description="how long a fresh engine may compute hot prefixes before it serves; 0 keeps no text"),
+        Meta(
+            ge=0.0,
+            description="seconds for computing hot prefixes before a new engine serves; 0 turns it off",
+        ),
     ] = 0.0
     warm_prefixes: Annotated[
-        PositiveInt, Meta(description="most hot prefixes whose text is kept in the store, where warm_seconds is set")
+        PositiveInt,
+        Meta(description="maximum hot prefixes whose tokens are kept in the store, where warm_seconds is set"),
     ] = 32
     ray: Annotated[
         str | None,
@@ -57,14 +67,16 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = None
     ray_strategy: Annotated[
-        Literal["spread", "pack"], Meta(description="how Ray places engines: over many nodes, or on as few as will do")
+        Literal["spread", "pack"], Meta(description="how Ray places engines: over many nodes, or on as few as possible")
     ] = "spread"
     ray_keep: Annotated[
         bool, Meta(description="leave the engines in the Ray cluster when this front ends; the next one finds them")
     ] = False
     secret: Annotated[
         str | None,
-        Meta(description="what fronts and stand-alone engines know each other by; better as a variable than as a flag"),
+        Meta(
+            description="shared secret of fronts and stand-alone engines; better a variable than a flag, which is public"
+        ),
     ] = None
     tls_cert: Annotated[
         str | None,
@@ -75,7 +87,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
     tls_key: Annotated[str | None, Meta(description="private key file (PEM) of --tls-cert")] = None
     tls_ca: Annotated[
-        str | None, Meta(description="certificates (PEM) that the other side's must be signed by: a CA of your own")
+        str | None, Meta(description="CA certificates (PEM) that must have signed the other side's certificate")
     ] = None
 
 
@@ -87,7 +99,7 @@ class ListenerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     )
     advertise: Annotated[
         str | None,
-        Meta(description="HOST[:PORT] that fronts connect to; without it what listen says, or this machine's name"),
+        Meta(description="HOST[:PORT] that fronts connect to; unset, the address of --listen, or this machine's name"),
     ] = None
 
 
