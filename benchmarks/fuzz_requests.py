@@ -149,6 +149,17 @@ EXPERIMENT: dict[str, Any] = {
 }
 PROFILE: dict[str, Any] = {"speculation": SPECULATION[3], "default": False}
 PROMOTION: dict[str, Any] = {"arm": "a"}
+TOKENIZE: dict[str, Any] = {
+    "model": "default",
+    "prompt": "One <|im_end|> two",
+    "messages": None,
+    "add_special_tokens": True,
+    "parse_special": True,
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "chat_template_kwargs": None,
+    "return_token_strs": True,
+}
 
 BODIES: dict[tuple[str, str], tuple[Any, ...]] = {
     ("POST", "/v1/chat/completions"): (CHAT, STREAMED_CHAT, TOOL_CHAT),
@@ -163,6 +174,10 @@ BODIES: dict[tuple[str, str], tuple[Any, ...]] = {
     ("POST", "/v1/experiments/{name}/stop"): ({},),
     ("POST", "/v1/experiments/{name}/promote"): (PROMOTION,),
     ("POST", "/v1/engines/{id}/drain"): ({},),
+    ("POST", "/tokenize"): (TOKENIZE, {"messages": CHAT["messages"]}),
+    ("POST", "/detokenize"): ({"model": "default", "tokens": [5, 6, 7]},),
+    ("POST", "/ping"): ({},),
+    ("POST", "/page/markdown"): ({"text": "**a** `b`\n\n```python\nx = 1\n```\n\n| a |\n| - |\n| b |\n"},),
 }
 """Valid bodies of the routes that read one; those of a WebSocket's messages are the same as the first two routes'."""
 

@@ -195,10 +195,10 @@ async def only_who_may(request: web.Request, handler: Handler) -> web.StreamResp
     """Let nobody in without a key where keys are set, and only operators to what concerns all."""
     path = request.path
     is_served = request.match_info.http_exception is None
-    if is_served and path != "/" and not path.startswith(PUBLIC):
+    if (is_served or path.startswith("/v1/")) and path != "/" and not path.startswith(PUBLIC):
         tenant = request[TENANT] = request.app[TENANTS].identify(request.headers)
         is_reading = request.method in {"GET", "HEAD"} and path.startswith(READABLE)
-        if not (is_reading or path in GENERATING or tenant.is_operator):
+        if is_served and not (is_reading or path in GENERATING or tenant.is_operator):
             raise ApiError(403, f"{request.method} {path} is for operators", code="operators_only")
     return await handler(request)
 

@@ -75,7 +75,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     secret: Annotated[
         str | None,
         Meta(
-            description="shared secret of fronts and stand-alone engines; better a variable than a flag, which is public"
+            description="shared secret of fronts and stand-alone engines; set a variable, not a flag, which all can see"
         ),
     ] = None
     tls_cert: Annotated[

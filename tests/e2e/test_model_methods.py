@@ -56,7 +56,8 @@ async def ask(client: aiohttp.ClientSession, server: Server, body: dict[str, Any
 async def streamed(client: aiohttp.ClientSession, server: Server, body: dict[str, Any]) -> list[int]:
     """The tokens of a streamed answer."""
     async with client.post(f"{server.url}/v1/completions", json={**body, "stream": True}) as response:
-        events = [block.removeprefix("data: ") for block in (await response.text()).split("\n\n") if block]
+        blocks = (await response.text()).split("\n\n")
+    events = [block.removeprefix("data: ") for block in blocks if block.startswith("data: ")]
     assert events[-1] == "[DONE]"
     choices = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
     return [token for choice in choices for token in choice["token_ids"]]

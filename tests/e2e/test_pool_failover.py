@@ -50,7 +50,7 @@ async def ask(client: aiohttp.ClientSession, server: Server, request: dict[str, 
 def summary(blocks: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"text": "", "token_ids": [], "logprobs": [], "finish_reason": None}
     for block in blocks:
-        if not block or block == "data: [DONE]":
+        if not block.startswith("data: ") or block == "data: [DONE]":
             continue
         event = json.loads(block.removeprefix("data: "))
         assert "error" not in event, event

@@ -31,7 +31,7 @@ async def events(client: aiohttp.ClientSession, server: Server, body: dict[str, 
     async with client.post(f"{server.url}/v1/completions", json={**body, "stream": True}) as response:
         blocks = (await response.text()).split("\n\n")
     assert blocks[-2:] == ["data: [DONE]", ""]
-    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-2]]
+    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-2] if block.startswith("data: ")]
 
 
 @pytest.mark.parametrize("speculation", ["none", "ngram"])

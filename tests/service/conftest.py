@@ -170,8 +170,8 @@ class Service:
 
 
 def parse_events(text: str) -> list[Any]:
-    """The data of each event; JSON where it is JSON."""
-    data = [block.removeprefix("data: ") for block in text.split("\n\n") if block]
+    """The data of each event; JSON where it is JSON. Comments, which a slow stream has, are no events."""
+    data = [block.removeprefix("data: ") for block in text.split("\n\n") if block.startswith("data: ")]
     return [entry if entry == "[DONE]" else json.loads(entry) for entry in data]
 
 

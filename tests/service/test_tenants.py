@@ -16,7 +16,7 @@ from service.errors import ApiError
 from service.pool.cache_statistics import OTHERS, CacheStatistics
 from service.pool.routing import LeastTtft
 from service.pool.settings import PoolSettings, TenantSettings
-from service.tenants import Tenant, Tenants
+from service.tenants import PUBLIC, Tenant, Tenants
 from tests.service.conftest import StartService
 from tests.service.pool.conftest import READY, make_pool, output, submit
 
@@ -229,12 +229,12 @@ async def test_tenants_generate_and_operators_see_all(start_service: StartServic
 
 
 async def test_what_tenants_may_do_is_listed(start_service: StartService, keys: TenantSettings) -> None:
-    """Of all routes under /v1 these answer to a tenant's key; whatever is added is for operators until it is here."""
+    """Of all routes these answer to a tenant's key; whatever is added is for operators until it is here."""
     service = await start_service(tenants=keys)
     allowed = set()
     for route in service.app.router.routes():
         path = route.resource.canonical if route.resource is not None else ""
-        if not path.startswith("/v1/"):
+        if path == "/" or path.startswith(PUBLIC):
             continue
         url = service.url + re.sub(r"\{[^}]+\}", "x", path)
         async with service.client.request(route.method, url, headers=bearer("key-of-alice"), data=b"{}") as response:
@@ -247,8 +247,11 @@ async def test_what_tenants_may_do_is_listed(start_service: StartService, keys: 
         "/v1/speculation",
         "/v1/speculation/{name}",
         "/v1/stream",
+        "/tokenizer_info",
     }
-    assert allowed - read == {("POST", "/v1/chat/completions"), ("POST", "/v1/completions")}
+    generating = {"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"}
+    assert allowed - read == {("POST", path) for path in generating}
+    assert set(PUBLIC) == {"/health", "/v1/health", "/ping", "/version", "/metrics", "/docs", "/page/"}
 
 
 async def test_the_same_prompt_of_two_tenants_is_two_prompts(start_service: StartService) -> None:
