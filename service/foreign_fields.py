@@ -199,6 +199,8 @@ class FieldCleaner:
     ) -> None:
         """Note that a field is ignored. Raises `ApiError` if it must not be."""
         full = f"{path}{cut(name)}"
+        if kind is Message and name in REFUSED and not _is_neutral(name, value):  # such as Ollama's `images`
+            raise ApiError.invalid(full, f"{full}: {REFUSED[name][0]}", code="unsupported_parameter")
         if not path:
             self._refuse_if_it_matters(name, value, kind)
             if _is_neutral(name, value):

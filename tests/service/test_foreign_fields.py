@@ -68,6 +68,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"speculatoin": "none"}, "speculatoin", "'speculation'"),
     ({"speculation": {"method": "ngram", "num_ctx": 5}}, "speculation.num_ctx", "known are"),
     ({"messages": [{"role": "user", "content": "hi", "nam": "x"}]}, "messages[0].nam", "'name'"),
+    ({"messages": [{"role": "user", "content": "hi", "images": ["aGk="]}]}, "messages[0].images", "only text"),
     ({"use_beam_search": True}, "use_beam_search", "beam search"),
     ({"length_penalty": 0.5}, "length_penalty", "beam search"),
     ({"typical_p": 0.5}, "typical_p", "sampling method"),
