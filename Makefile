@@ -56,10 +56,11 @@ clock: $(VENV)/.test
 	@$(BIN)/python -m tests.fake_clock >/dev/null 2>&1 \
 	|| { apt-get update && apt-get install -y faketime; } || true
 
-# Run in front of the service, with the configurations of deploy/. Where they cannot be had, their tests are skipped.
+# Run in front of the service, with the configurations of deploy/. RUNLEVEL=1: Debian starts neither. Where they cannot be
+# had, their tests are skipped.
 proxies: $(VENV)/.test
 	@$(BIN)/python -m tests.reverse_proxies >/dev/null 2>&1 \
-	|| { apt-get update && apt-get install -y --no-install-recommends nginx-light haproxy; } || true
+	|| { apt-get update && RUNLEVEL=1 apt-get install -y --no-install-recommends nginx-light haproxy; } || true
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
